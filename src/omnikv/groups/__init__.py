@@ -1,0 +1,1 @@
+"""Ranks that act in lockstep, and how they exchange ballots."""

@@ -1,0 +1,30 @@
+"""What a group is: the ranks that run one request in lockstep, and one exchange of ballots between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Group(ABC):
+    """One rank's view of the ranks it acts in lockstep with. Every member must call `exchange` for the same requests."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's rank within the group, from 0."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many ranks the group has."""
+
+    @abstractmethod
+    def exchange(self, ballot: bytes, *, deadline: float) -> list[bytes]:
+        """Every rank's ballot, in rank order, the same list on every rank.
+
+        `deadline` is on the monotonic clock, in seconds.
+
+        Raises:
+            VerdictInDoubt: this rank's ballot is out and the others' are not all here by `deadline`; peers may have
+                decided either way.
+        """

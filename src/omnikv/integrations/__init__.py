@@ -1,0 +1,1 @@
+"""Engines that omnikv fits into; none is imported unless asked for."""

@@ -1,0 +1,68 @@
+"""The one shape that KV has between stages: a key and a value tensor a layer, `[tokens, kv_heads, head_dim]`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class LayerKV(NamedTuple):
+    """One layer's key and value, each `[tokens, kv_heads, head_dim]`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class TensorSource(Protocol):
+    """A tensor that can be written into room given to it, in one pass: dense, or still scattered over paged blocks."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def write_into(self, out: torch.Tensor) -> None:
+        """Fill `out`, a contiguous tensor of this shape and dtype."""
+
+
+class LayerSource(NamedTuple):
+    """One layer's key and value, as sources still to be written."""
+
+    key: TensorSource
+    value: TensorSource
+
+
+class DenseSource:
+    """A source over a tensor `[tokens, kv_heads, head_dim]` or some of its heads; keeps a reference and copies later."""
+
+    __slots__ = ("_parts", "dtype", "shape")
+
+    def __init__(self, tensor: torch.Tensor, head_positions: tuple[int, ...] | None = None) -> None:
+        """`head_positions` index dimension 1; None takes the tensor whole."""
+        tensor = tensor.detach()
+        self.dtype = tensor.dtype
+        if head_positions is None or head_positions == tuple(range(tensor.shape[1])):
+            self.shape = tuple(tensor.shape)
+            self._parts = [(0, tensor)]
+            return
+        self.shape = (tensor.shape[0], len(head_positions), *tensor.shape[2:])
+        # Runs of neighbouring heads move in one strided copy each.
+        self._parts = [(at, tensor.narrow(1, head_positions[at], length)) for at, length in head_runs(head_positions)]
+
+    def write_into(self, out: torch.Tensor) -> None:
+        for at, part in self._parts:
+            (out if part.shape == out.shape else out.narrow(1, at, part.shape[1])).copy_(part)
+
+
+def head_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
+    """`(start, length)` of each run of consecutive values in `positions`, in order."""
+    runs: list[tuple[int, int]] = []
+    for at, position in enumerate(positions):
+        if at and position == positions[at - 1] + 1:
+            start, length = runs[-1]
+            runs[-1] = (start, length + 1)
+        else:
+            runs.append((at, 1))
+    return runs

@@ -1,0 +1,143 @@
+"""What a transport is: the smallest interface that the handoff needs, with capabilities as data.
+
+A transport moves opaque payloads between two ranks. The sender *reserves* room, writes the payload straight into it and
+*publishes* it; the receiver *leases* it, reads it in place and *acknowledges* it. Until then nothing is consumed: a
+lease that is released without an acknowledgement leaves the payload where it was. One object serves one rank on one
+edge, for both directions of use: a source reserves, a target gets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import ClassVar, Literal
+
+from omnikv.core.keys import Edge, PayloadId
+
+Side = Literal["source", "target"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a transport can do, for the layers above to choose by."""
+
+    cross_process: bool
+    cross_host: bool
+    # The payload never leaves memory that both peers map, so no medium can damage it on the way.
+    shared_memory: bool
+    # A receiver learns of a dead sender when it dies, not at its deadline.
+    notices_peer_death: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Which rank of which stage a transport object serves, and which ranks of the other stage it deals with.
+
+    `facts` are texts that both peers must state alike (the route, for one); a transport compares them when two peers
+    meet and refuses the pair in plain words when they differ.
+    """
+
+    edge: Edge
+    side: Side
+    rank: int
+    peer_ranks: tuple[int, ...]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Slot(AbstractContextManager["Slot"]):
+    """Room for one payload at its sender. Publishing hands it over; leaving the context otherwise drops it."""
+
+    @property
+    @abstractmethod
+    def buffer(self) -> memoryview:
+        """The writable bytes of the payload, exactly as many as were reserved; valid until published or dropped."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make the payload readable by its receiver and wake it. Call once.
+
+        Raises:
+            LocalProtocolError: already published or dropped.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give the room back unless it was published; idempotent."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drop()
+
+
+class Lease(AbstractContextManager["Lease"]):
+    """A payload that this receiver may read. The sender keeps it until it is acknowledged."""
+
+    @property
+    @abstractmethod
+    def buffer(self) -> memoryview:
+        """The payload's bytes, in the transport's memory: valid until acknowledged or released, never to be written."""
+
+    @abstractmethod
+    def acknowledge(self) -> None:
+        """End the payload's life: it was used, the sender may reuse its room. Idempotent; nothing after `release`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the payload back unread: the same `get` finds it again. Idempotent; nothing after `acknowledge`."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Transport(ABC):
+    """Moves payloads of one rank on one edge. Safe to use from several threads; close it to free what it holds."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def reserve(self, payload: PayloadId, nbytes: int) -> Slot:
+        """Room for a payload of `nbytes`, to be written in place and published.
+
+        Raises:
+            PutRejected: no room (`retryable` when room can come back), or `payload` is already live here.
+            TransportError: this transport is closed.
+        """
+
+    @abstractmethod
+    def get(self, payload: PayloadId, *, deadline: float) -> Lease | None:
+        """A lease on the payload as soon as it is ready, or None when it is still absent at `deadline`.
+
+        `deadline` is on the monotonic clock, in seconds; one that has passed asks once and returns at once.
+
+        Raises:
+            ProducerFailed: the sender said that it failed, or it is known to have died.
+            ConnectError: the peer refuses this pair (its facts differ, or it runs as another user).
+            TransportError: the payload is there but cannot be read, or this transport is closed.
+        """
+
+    @abstractmethod
+    def fail(self, payload: PayloadId, cause: str) -> None:
+        """Tell the receiver that this payload will not come, with the cause in words; idempotent."""
+
+    @abstractmethod
+    def drain(self, *, deadline: float) -> int:
+        """How many published payloads are still not acknowledged once all are, or `deadline` (monotonic) passes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving and free what is held; payloads not acknowledged are lost to receivers. Idempotent."""
+
+    def __enter__(self) -> Transport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
