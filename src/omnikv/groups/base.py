@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 
 class Group(ABC):
-    """One rank's view of the ranks it acts in lockstep with. Every member must call `exchange` for the same requests."""
+    """One rank's view of the ranks it acts in lockstep with. All must call `exchange` for the same requests."""
 
     @property
     @abstractmethod

@@ -35,7 +35,7 @@ class LayerSource(NamedTuple):
 
 
 class DenseSource:
-    """A source over a tensor `[tokens, kv_heads, head_dim]` or some of its heads; keeps a reference and copies later."""
+    """A source over a tensor `[tokens, kv_heads, head_dim]` or some heads of it; keeps a reference, copies later."""
 
     __slots__ = ("_parts", "dtype", "shape")
 
