@@ -115,7 +115,9 @@ class ConnectError(TransportError, ConnectionError):
 
 
 class PutRejected(TransportError):
-    """A payload was not accepted: no room now (`retryable`), can never fit, or its identity is already live."""
+    """A payload was not accepted: no room now (`retryable`), can never fit, or its identity is `already_live`."""
+
+    already_live = False
 
 
 class TransportTimeout(TransportError, TimeoutError):

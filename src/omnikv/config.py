@@ -1,0 +1,92 @@
+"""Settings of a handoff: resolved once from keywords, a mapping or the environment, then frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from omnikv.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "OMNIKV_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffConfig:
+    """How payloads travel and how long a rank waits.
+
+    Attributes:
+        transport: name of a registered transport.
+        options: keyword options of that transport.
+        receive_timeout_s: how long a receive waits for its payloads when the call does not say.
+        vote_timeout_s: how long after the receive's deadline a rank waits for its peers' ballots.
+        checksum: whether senders carry a checksum of the payload; None means wherever the bytes leave shared memory.
+
+    Raises:
+        ConfigError: a value has the wrong type or range.
+    """
+
+    transport: str = "shm"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    receive_timeout_s: float = 30.0
+    vote_timeout_s: float = 10.0
+    checksum: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.transport, str) or not self.transport:
+            raise ConfigError(f"transport must be the name of a transport, got {self.transport!r}")
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options must map option names to values, got {self.options!r}")
+        for name in ("receive_timeout_s", "vote_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+        if self.checksum not in (None, True, False):
+            raise ConfigError(f"checksum must be true, false or unset, got {self.checksum!r}")
+
+    def with_overrides(self, **values: Any) -> HandoffConfig:
+        """This configuration with every value that is not None put in place of its own."""
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly when two configurations are; the same in every process."""
+        text = json.dumps({entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def load(values: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> HandoffConfig:
+    """The configuration that `values` describe, over what `environ` says, over the defaults.
+
+    The environment's names are the attributes' in capitals behind `OMNIKV_`: `OMNIKV_RECEIVE_TIMEOUT_S=5`; options
+    are a JSON object.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be read.
+    """
+    known = {entry.name for entry in fields(HandoffConfig)}
+    merged: dict[str, Any] = {}
+    for name in sorted(known):
+        raw = (environ or {}).get(ENVIRONMENT_PREFIX + name.upper())
+        if raw is not None:
+            merged[name] = _from_text(name, raw)
+    unknown = sorted(set(values or {}) - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; known settings: {', '.join(sorted(known))}")
+    return HandoffConfig(**{**merged, **(values or {})})
+
+
+def _from_text(name: str, raw: str) -> Any:
+    if name == "transport":
+        return raw
+    try:
+        return json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{ENVIRONMENT_PREFIX}{name.upper()}={raw!r} is no number, true, false or JSON object"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    return {str(key): repr(entry) for key, entry in value.items()} if isinstance(value, Mapping) else repr(value)

@@ -1,0 +1,221 @@
+"""The native API: `KVSender` and `KVReceiver`, one a rank on either end of a route.
+
+sender rank:    layers --route--> one payload a target rank, written straight into the transport's memory
+receiver rank:  payloads --lease, check, put together--> ReceivedKV --close--> the senders reuse their memory
+group:          every rank's ballot --verdict--> all keep, or all drop and take the same other way
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from omnikv.config import HandoffConfig
+from omnikv.core.keys import PRIMARY_ROLE, PayloadId
+from omnikv.core.reshard import Piece, Route
+from omnikv.errors import ConfigError
+from omnikv.groups.base import Group
+from omnikv.handoff.agree import Outcome, receive_and_vote
+from omnikv.handoff.receive import ReceivedKV, discard_payload, fetch
+from omnikv.handoff.send import Layers, SendReport, SentPiece, fail_all, piece_sources, plan_piece, publish_all
+from omnikv.transports.base import Endpoint, Side, Transport
+from omnikv.transports.registry import open_transport
+
+__all__ = ["KVReceiver", "KVSender", "Outcome", "ReceivedKV", "SendReport"]
+
+logger = logging.getLogger("omnikv.handoff")
+
+
+class _RouteEnd:
+    """What both ends share: this rank's pieces of the route, and the transport that serves them."""
+
+    def __init__(self, route: Route, side: Side, rank: int, pieces: tuple[Piece, ...], config: HandoffConfig) -> None:
+        self.route = route
+        self.rank = rank
+        self.config = config
+        self._pieces = pieces
+        peers = {piece.target_rank if side == "source" else piece.source_rank for piece in pieces}
+        endpoint = Endpoint(edge=route.edge, side=side, rank=rank, peer_ranks=tuple(sorted(peers)), facts=route.facts())
+        self._transport: Transport = open_transport(config.transport, endpoint, config.options)
+
+    def _identities(self, request_id: str, role: str, attempt: int) -> list[tuple[PayloadId, Piece]]:
+        return [
+            (
+                PayloadId(
+                    edge=self.route.edge,
+                    transfer_id=request_id,
+                    role=role,
+                    attempt=attempt,
+                    source_rank=piece.source_rank,
+                    target_rank=piece.target_rank,
+                ),
+                piece,
+            )
+            for piece in self._pieces
+        ]
+
+    def close(self) -> None:
+        """Stop, and free what this end holds; idempotent."""
+        self._transport.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class KVSender(_RouteEnd):
+    """One rank's sending end. Thread-safe; close it when the receivers are done (`drain` waits for them)."""
+
+    def __init__(
+        self,
+        route: Route,
+        rank: int,
+        *,
+        transport: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        checksum: bool | None = None,
+        config: HandoffConfig | None = None,
+    ) -> None:
+        """`rank` is this process's rank in the sending stage; keywords override `config`.
+
+        Raises:
+            ConfigError: unknown transport or options; TopologyError: `rank` is not in the route.
+            TransportUnavailable: the transport cannot start here.
+        """
+        resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options, checksum=checksum)
+        super().__init__(route, "source", rank, route.pieces_from(rank), resolved)
+        carried = resolved.checksum
+        self._checksum = not self._transport.capabilities.shared_memory if carried is None else carried
+
+    def send(
+        self,
+        request_id: str,
+        layers: Layers,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        role: str = PRIMARY_ROLE,
+        attempt: int = 0,
+    ) -> SendReport:
+        """What was published, once every target rank's payload is readable; `layers` may be reused at once.
+
+        `layers` holds one (key, value) pair a layer, each `[tokens, kv_heads, head_dim]` with this rank's heads in the
+        route's order, or is a `PagedKV`. `metadata` is JSON and must be the same on every sender rank.
+
+        Raises:
+            ConfigError: the request id, the layers or the metadata do not fit; nothing was sent.
+            PutRejected: no room in the transport, or this request, role and attempt is already live.
+            HandoffError: the tensors could not be copied; the receivers were told.
+            TransportError: the transport failed.
+        """
+        started = time.monotonic()
+        num_local_heads = len(self.route.source_heads[self.rank])
+        plans = []
+        for identity, piece in self._identities(request_id, role, attempt):
+            sources = piece_sources(layers, piece, num_local_heads)
+            plans.append((identity, plan_piece(identity, piece, sources, metadata=metadata, checksum=self._checksum)))
+        publish_all(self._transport, plans)
+        report = SendReport(
+            request_id=request_id,
+            pieces=tuple(
+                SentPiece(target_rank=piece.target_rank, heads=piece.heads, nbytes=plan.nbytes)
+                for piece, (_, plan) in zip(self._pieces, plans, strict=True)
+            ),
+            send_s=time.monotonic() - started,
+        )
+        logger.debug("sent %r: %d bytes to %d ranks", request_id, report.nbytes, len(report.pieces))
+        return report
+
+    def fail(self, request_id: str, cause: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> None:
+        """Tell every receiver of this rank that the request will not come, and why, so that none waits for it."""
+        fail_all(self._transport, [identity for identity, _ in self._identities(request_id, role, attempt)], cause)
+
+    def drain(self, *, timeout_s: float) -> int:
+        """How many payloads are still not acknowledged once all are, or `timeout_s` has passed."""
+        return self._transport.drain(deadline=time.monotonic() + timeout_s)
+
+    def __enter__(self) -> KVSender:
+        return self
+
+
+class KVReceiver(_RouteEnd):
+    """One rank's receiving end. Receives of different requests may run in several threads."""
+
+    def __init__(
+        self,
+        route: Route,
+        rank: int,
+        *,
+        transport: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        group: Group | None = None,
+        config: HandoffConfig | None = None,
+    ) -> None:
+        """`rank` is this process's rank in the receiving stage; `group` the ranks it acts in lockstep with.
+
+        Raises:
+            ConfigError: unknown transport or options; TopologyError: `rank` is not in the route.
+            TransportUnavailable: the transport cannot start here.
+        """
+        resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
+        super().__init__(route, "target", rank, route.pieces_to(rank), resolved)
+        self.group = group
+
+    def receive(
+        self, request_id: str, *, timeout_s: float | None = None, role: str = PRIMARY_ROLE, attempt: int = 0
+    ) -> ReceivedKV:
+        """This rank's KV of the request. Close what comes back: that is what lets the senders reuse their memory.
+
+        For a rank that acts alone. Ranks in lockstep call `receive_together`, or one may keep what another lacks.
+
+        Raises:
+            ReceiveTimeout: a part is still absent after `timeout_s`; nothing was consumed, a retry finds the others.
+            ProducerFailed: a sender failed, or died; known at once.
+            WireError, RemoteProtocolError: what came is damaged or does not belong together.
+            ConnectError: a sender states another route.
+            TransportError: the transport failed.
+        """
+        return self._fetch(request_id, role, attempt, self._deadline(timeout_s))
+
+    def receive_together(
+        self, request_id: str, *, timeout_s: float | None = None, role: str = PRIMARY_ROLE, attempt: int = 0
+    ) -> Outcome:
+        """The group's outcome: every rank has its KV ("keep"), or none uses any ("drop"), whatever failed where.
+
+        Every rank of the group must call this for the same request; errors of the receive become this rank's vote.
+
+        Raises:
+            ConfigError: this receiver was made without a group.
+            VerdictInDoubt: this rank voted and could not learn the verdict in time; tear the group down.
+        """
+        if self.group is None:
+            raise ConfigError("receive_together needs the ranks to agree with: pass group= to KVReceiver")
+        deadline = self._deadline(timeout_s)
+        return receive_and_vote(
+            request_id,
+            lambda: self._fetch(request_id, role, attempt, deadline),
+            self.group,
+            vote_deadline=deadline + self.config.vote_timeout_s,
+        )
+
+    def discard(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> int:
+        """How many parts of the request were here and are now consumed unread: for after a drop, without a retry.
+
+        Parts of dead or failed senders are skipped.
+        """
+        parts = self._identities(request_id, role, attempt)
+        return sum(discard_payload(self._transport, identity) for identity, _ in parts)
+
+    def _fetch(self, request_id: str, role: str, attempt: int, deadline: float) -> ReceivedKV:
+        wanted = self._identities(request_id, role, attempt)
+        return fetch(self._transport, wanted, len(self.route.target_heads[self.rank]), deadline=deadline)
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
+        return time.monotonic() + wait_s
+
+    def __enter__(self) -> KVReceiver:
+        return self
