@@ -1,0 +1,45 @@
+"""What two peers must agree on before a payload moves between them, checked alike by every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from omnikv.core.keys import PayloadId
+from omnikv.errors import ConfigError
+from omnikv.transports.base import Endpoint, Side
+
+
+def fact_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """One sentence for each fact that the two sides state differently, in the order of their names."""
+    return [
+        f"{name}: here {here.get(name, 'not stated')}, there {there.get(name, 'not stated')}"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
+def describe(endpoint: Endpoint) -> str:
+    """The endpoint in words, for messages: its side, rank and edge."""
+    return f"{endpoint.side} rank {endpoint.rank} of edge {endpoint.edge.encode()}"
+
+
+def require_payload(transport: str, endpoint: Endpoint, payload: PayloadId, side: Side) -> None:
+    """Nothing, when `endpoint` is the `side` end of `payload`.
+
+    Raises:
+        ConfigError: it is the other side, or the payload belongs to another edge or rank, or to a peer that this
+            endpoint does not deal with.
+    """
+    own, peer = payload.source_rank, payload.target_rank
+    if side == "target":
+        own, peer = peer, own
+    if endpoint.side != side:
+        verb = "reserve and fail" if side == "source" else "get"
+        raise ConfigError(f"{transport}: only a {side} may {verb}, this is {describe(endpoint)}")
+    if payload.edge != endpoint.edge or own != endpoint.rank:
+        raise ConfigError(f"{transport}: payload {payload.encode()} is not one of {describe(endpoint)}")
+    if peer not in endpoint.peer_ranks:
+        raise ConfigError(
+            f"{transport}: payload {payload.encode()} names peer rank {peer}, but {describe(endpoint)} deals with "
+            f"{list(endpoint.peer_ranks)}; check the route"
+        )
