@@ -1,0 +1,261 @@
+"""Paged KV: a request's tokens gathered out of an engine's blocks in one pass, and written back into them.
+
+`PagedKV` says where a request's KV lies: the layers' caches, the ids of its blocks in order, how many tokens they hold,
+and the layout. All of it is checked when it is made, so that nothing is sent of a request that is wrong anywhere. Its
+layers are sources (`tensors.kv`): each gathers its blocks straight into the room that a transport gave, so a payload is
+read once and written once. The engine's blocks are not held or locked; the engine must leave them alone until sent.
+
+One `index_select` a tensor does the gather: it copies block by block at the speed of memcpy, uses as many threads as
+torch was told to, and takes strided views, so some heads of a block, or a packed layout, need no temporary either.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from omnikv.errors import ConfigError
+from omnikv.tensors.kv import LayerKV, LayerSource, head_runs
+from omnikv.tensors.layouts import (
+    BlockLayout,
+    BlockViews,
+    LayerCache,
+    infer_block_layout,
+    is_count,
+    normalize_layer_kv,
+)
+
+__all__ = [
+    "BlockLayout",
+    "BlockSource",
+    "LayerCache",
+    "PagedKV",
+    "infer_block_layout",
+    "normalize_layer_kv",
+    "scatter_into_blocks",
+]
+
+_IDS_SHOWN = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """One request's KV in an engine's paged caches; checked whole when made, copied when sent.
+
+    `block_ids` may name more blocks than `num_tokens` fill (engines reserve ahead): the surplus is checked, not sent.
+    Layers have the same number of heads; their head_dim, dtype, pool size and device may differ.
+
+    Raises:
+        ConfigError: no layers; a cache that does not fit `layout`; layers with different numbers of heads; `num_tokens`
+            not positive or more than the blocks hold; a block id that is not in a layer's pool, or that comes twice.
+    """
+
+    kv_caches: Sequence[LayerCache]
+    block_ids: Sequence[int]
+    num_tokens: int
+    layout: BlockLayout
+    _layers: tuple[BlockViews, ...] = field(init=False, repr=False)
+    _span: _TokenSpan = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        layers = _layer_views(self.kv_caches, self.layout)
+        object.__setattr__(self, "_layers", layers)
+        object.__setattr__(self, "_span", _plan_span(self.block_ids, self.num_tokens, self.layout.block_size, layers))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def num_heads(self) -> int:
+        """The KV heads that these caches hold, the same in every layer."""
+        return self._layers[0][0].shape[2]
+
+    def layer_sources(self, head_positions: tuple[int, ...] | None = None) -> list[LayerSource]:
+        """A source a layer, each `[num_tokens, kv_heads, head_dim]`; `head_positions` selects and orders local heads.
+
+        Raises:
+            ConfigError: a position outside these caches' heads, one given twice, or none at all.
+        """
+        if head_positions is None:
+            head_positions = tuple(range(self.num_heads))
+        outside = [position for position in head_positions if not 0 <= position < self.num_heads]
+        if outside or len(set(head_positions)) != len(head_positions) or not head_positions:
+            raise ConfigError(
+                f"head positions {list(head_positions)} must be one or more different ones of the "
+                f"{self.num_heads} KV heads that these caches hold"
+            )
+        return [
+            LayerSource(
+                BlockSource(key, self._span, head_positions),
+                BlockSource(value, self._span, head_positions),
+            )
+            for key, value in self._layers
+        ]
+
+
+class BlockSource:
+    """A source over the blocks `[blocks, block_size, kv_heads, head_dim]` of one request; gathers when written."""
+
+    __slots__ = ("_blocks", "_runs", "_span", "dtype", "shape")
+
+    def __init__(self, blocks: torch.Tensor, span: _TokenSpan, head_positions: tuple[int, ...]) -> None:
+        self._blocks = blocks
+        self._span = span
+        # Runs of neighbouring heads move together: where a run starts in the output and in the blocks, and its length.
+        self._runs = [(at, head_positions[at], length) for at, length in head_runs(head_positions)]
+        self.dtype = blocks.dtype
+        self.shape = (span.num_tokens, len(head_positions), blocks.shape[3])
+
+    def write_into(self, out: torch.Tensor) -> None:
+        for at, start, length in self._runs:
+            self._gather(self._blocks.narrow(2, start, length), out.narrow(1, at, length))
+
+    def _gather(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        span = self._span
+        if span.whole_blocks:
+            index = span.index_on(blocks.device)
+            whole = span.as_blocks(out)
+            if blocks.device == out.device:
+                torch.index_select(blocks, 0, index, out=whole)
+            else:
+                # Gathering over the bus would be a copy a block: one tensor is gathered where it lies, then moved.
+                whole.copy_(blocks.index_select(0, index))
+        if span.rest_tokens:
+            span.rest_of(out).copy_(blocks[span.last_block, : span.rest_tokens])
+
+
+def scatter_into_blocks(
+    layers: Sequence[LayerKV], kv_caches: Sequence[LayerCache], block_ids: Sequence[int], layout: BlockLayout
+) -> None:
+    """Nothing; writes layers `[tokens, kv_heads, head_dim]` into the blocks `block_ids`, in order.
+
+    The inverse of what `PagedKV` reads, with the same checks, all of them before the first write. What follows the last
+    token in its block, and blocks beyond, stay as they are. Layers may lie on another device than the caches.
+
+    Raises:
+        ConfigError: as `PagedKV` does, or a layer that differs from its cache in heads, head_dim or dtype, or from the
+            other layers in tokens.
+    """
+    views = _layer_views(kv_caches, layout)
+    if len(layers) != len(views):
+        raise ConfigError(f"{len(layers)} layers cannot be written into the KV caches of {len(views)} layers")
+    num_tokens = layers[0][0].shape[0]
+    for number, (layer, blocks) in enumerate(zip(layers, views, strict=True)):
+        for name, tensor, room in zip(("key", "value"), layer, blocks, strict=True):
+            expected = (num_tokens, *room.shape[2:])
+            if tuple(tensor.shape) != expected or tensor.dtype != room.dtype:
+                raise ConfigError(
+                    f"the {name} of layer {number} is {list(tensor.shape)} {tensor.dtype}, "
+                    f"but the blocks take {list(expected)} {room.dtype}"
+                )
+    span = _plan_span(block_ids, num_tokens, layout.block_size, views)
+    for layer, blocks in zip(layers, views, strict=True):
+        for tensor, room in zip(layer, blocks, strict=True):
+            _scatter(tensor.detach(), room, span)
+
+
+def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: _TokenSpan) -> None:
+    if span.whole_blocks:
+        # Moved as bits: indexed writes are not offered for every dtype.
+        bits = _BITS[room.element_size()]
+        whole = span.as_blocks(tensor).to(room.device)
+        room.view(bits).index_put_((span.index_on(room.device),), whole.view(bits))
+    if span.rest_tokens:
+        room[span.last_block, : span.rest_tokens].copy_(span.rest_of(tensor))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TokenSpan:
+    """Where the tokens of a request lie: whole blocks, then `rest_tokens` at the start of one more."""
+
+    num_tokens: int
+    block_size: int
+    # The blocks that hold tokens, in order; surplus ones left out.
+    block_ids: tuple[int, ...]
+    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def whole_blocks(self) -> int:
+        return self.num_tokens // self.block_size
+
+    @property
+    def rest_tokens(self) -> int:
+        return self.num_tokens % self.block_size
+
+    @property
+    def last_block(self) -> int:
+        return self.block_ids[-1]
+
+    def index_on(self, device: torch.device) -> torch.Tensor:
+        """The ids of the whole blocks, on `device`; moved there once."""
+        if device not in self._indices:
+            self._indices[device] = torch.tensor(self.block_ids[: self.whole_blocks], dtype=torch.int64).to(device)
+        return self._indices[device]
+
+    def as_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The whole blocks of `[tokens, ...]`, as a view `[whole_blocks, block_size, ...]`."""
+        whole = tokens.narrow(0, 0, self.whole_blocks * self.block_size)
+        # Splitting a dimension is always possible as a view, whatever the strides.
+        return whole.view(self.whole_blocks, self.block_size, *tokens.shape[1:])
+
+    def rest_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What follows the whole blocks of `[tokens, ...]`, as a view."""
+        return tokens.narrow(0, self.whole_blocks * self.block_size, self.rest_tokens)
+
+
+def _layer_views(kv_caches: Sequence[LayerCache], layout: BlockLayout) -> tuple[BlockViews, ...]:
+    layers = tuple(layout.views(cache, layer=number) for number, cache in enumerate(kv_caches))
+    if not layers:
+        raise ConfigError("there are no layers; pass the KV cache of every layer")
+    num_heads = layers[0][0].shape[2]
+    for number, (key, _) in enumerate(layers):
+        if key.shape[2] != num_heads or num_heads == 0:
+            raise ConfigError(
+                f"layer {number} has {key.shape[2]} KV heads and layer 0 has {num_heads}; "
+                "every layer must hold the same heads, one or more"
+            )
+    return layers
+
+
+def _plan_span(
+    block_ids: Sequence[int], num_tokens: int, block_size: int, layers: tuple[BlockViews, ...]
+) -> _TokenSpan:
+    if not is_count(num_tokens):
+        raise ConfigError(f"num_tokens must be a positive number of tokens, got {num_tokens!r}")
+    ids = _checked_ids(block_ids)
+    for number, (key, _) in enumerate(layers):
+        outside = [block for block in ids if not 0 <= block < key.shape[0]]
+        if outside:
+            raise ConfigError(
+                f"block ids {_some(outside)} are outside the {key.shape[0]} blocks of layer {number}; "
+                "nothing was copied: pass the ids that this request owns"
+            )
+    if num_tokens > len(ids) * block_size:
+        raise ConfigError(
+            f"{num_tokens} tokens do not fit {len(ids)} blocks of {block_size} tokens "
+            f"({len(ids) * block_size}); pass every block of the request or fewer tokens"
+        )
+    return _TokenSpan(num_tokens=num_tokens, block_size=block_size, block_ids=ids[: -(-num_tokens // block_size)])
+
+
+def _checked_ids(block_ids: Sequence[int]) -> tuple[int, ...]:
+    try:
+        ids = tuple(operator.index(block) for block in block_ids)
+    except TypeError as error:
+        raise ConfigError(f"block ids must be whole numbers, got {_some(block_ids)}") from error
+    if len(set(ids)) < len(ids):
+        twice = sorted(block for block, times in Counter(ids).items() if times > 1)
+        raise ConfigError(f"block ids {_some(twice)} come more than once; a request owns each of its blocks once")
+    return ids
+
+
+def _some(ids: Sequence[object]) -> str:
+    """The first few of `ids` as text, for a message."""
+    shown = ", ".join(str(block) for block in ids[:_IDS_SHOWN])
+    return f"[{shown}{', ...' if len(ids) > _IDS_SHOWN else ''}]"
