@@ -9,7 +9,7 @@ A caller needs three facts to act on a failure, so each class states them: wheth
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class OmniKVError(Exception):
@@ -25,6 +25,17 @@ class OmniKVError(Exception):
         self.request_id = request_id
         self.key = key
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process boundaries in engines' executors; keyword-only arguments would not survive the default.
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+def _restore(kind: type[OmniKVError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniKVError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(OmniKVError, ValueError):

@@ -1,0 +1,56 @@
+"""Settings are resolved once; what is unknown or wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from omnikv.config import HandoffConfig, load
+from omnikv.errors import ConfigError
+
+
+def test_keywords_win_over_the_environment_and_it_over_defaults():
+    environ = {"OMNIKV_RECEIVE_TIMEOUT_S": "5", "OMNIKV_TRANSPORT": "memory", "OMNIKV_CHECKSUM": "true", "HOME": "/"}
+    config = load({"transport": "shm"}, environ)
+    assert (config.transport, config.receive_timeout_s, config.checksum) == ("shm", 5, True)
+    assert config.vote_timeout_s == HandoffConfig().vote_timeout_s
+
+
+def test_an_unknown_setting_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown setting 'recieve_timeout_s'; known settings: checksum, options"):
+        load({"recieve_timeout_s": 1})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"receive_timeout_s": 0}, "receive_timeout_s must be a number of seconds above 0, got 0"),
+        ({"receive_timeout_s": float("nan")}, "above 0"),
+        ({"vote_timeout_s": True}, "vote_timeout_s must be a number"),
+        ({"transport": ""}, "name of a transport"),
+        ({"options": [1]}, "options must map"),
+        ({"checksum": "yes"}, "checksum must be true, false or unset"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(values)
+
+
+def test_an_unreadable_environment_value_is_named():
+    with pytest.raises(ConfigError, match="OMNIKV_RECEIVE_TIMEOUT_S='soon'"):
+        load(environ={"OMNIKV_RECEIVE_TIMEOUT_S": "soon"})
+
+
+def test_a_configuration_is_frozen_and_has_a_fingerprint():
+    config = load({"options": {"b": 1, "a": 2}})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.transport = "memory"
+    assert config.fingerprint() == load({"options": {"a": 2, "b": 1}}).fingerprint()
+    assert config.fingerprint() != load({"options": {"a": 2}}).fingerprint()
+
+
+def test_none_overrides_nothing():
+    config = HandoffConfig(transport="memory")
+    assert config.with_overrides(transport=None, checksum=False) == HandoffConfig(transport="memory", checksum=False)
