@@ -229,9 +229,10 @@ def _plan_span(
     if not is_count(num_tokens):
         raise ConfigError(f"num_tokens must be a positive number of tokens, got {num_tokens!r}")
     ids = _checked_ids(block_ids)
+    lowest, highest = min(ids, default=0), max(ids, default=0)
     for number, (key, _) in enumerate(layers):
-        outside = [block for block in ids if not 0 <= block < key.shape[0]]
-        if outside:
+        if lowest < 0 or highest >= key.shape[0]:
+            outside = [block for block in ids if not 0 <= block < key.shape[0]]
             raise ConfigError(
                 f"block ids {_some(outside)} are outside the {key.shape[0]} blocks of layer {number}; "
                 "nothing was copied: pass the ids that this request owns"
