@@ -1,0 +1,325 @@
+"""A payload's head: what the bytes of a handoff say about themselves, read and written without touching tensor data.
+
+A payload is a *head* and then the *data*. The head is a 4-byte big-endian length, that many bytes of JSON, and nothing
+else; every offset in it counts from the first byte of the data. The keys are the ones that released engines write
+(vllm-omni's KV transfer manager), and both sides read each other:
+
+* a released reader takes each tensor from its stated offset and ignores keys it does not know, so we may pad the JSON
+  with spaces, leave gaps before tensors to align them, and add two keys of our own;
+* `"omnikv"` states how many data bytes there are and whose part this is, `"ck"`, always last, carries a checksum at a
+  place that `split_digest` finds without parsing, so that it can be filled in after the tensors are packed.
+
+This module holds the format's limits and records and writes heads; `omnikv.core.wire_decode` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from omnikv.errors import ConfigError, WireError, WireReason
+
+Kind = Literal["key", "value"]
+Scope = Literal["all", "header"]
+
+PREFIX_NBYTES = 4
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 8 << 20
+MAX_DIMS = 8
+MAX_INTEGER = 2**63 - 1
+# Numbers in metadata may be larger than MAX_INTEGER (hashes), but parsing digits costs their square.
+MAX_INTEGER_DIGITS = 100
+EXTENSION_KEY = "omnikv"
+EXTENSION_VERSION = 1
+SLICE_STAMP_KEY = "tp_head_slice"
+
+# Bytes per element of each dtype that a payload may hold: the names that released readers accept.
+ITEM_SIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+        "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+        "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    }
+)  # fmt: skip
+
+DIGEST_KEY = "ck"
+DIGEST_ALGORITHM = "xxh3_128"
+UNSEALED = "0" * 32
+_DIGEST_TAIL = re.compile(rb',"ck":"xxh3_128\.(all|header)\.([0-9a-f]{32})"\} *\Z')
+_DIGEST_TAIL_NBYTES = 128 + ALIGNMENT
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 60
+# Shows a value of unknown size and depth in a message, shortened.
+show = _shown.repr
+
+
+class TensorSpan(NamedTuple):
+    """Where one tensor lies: `offset` and `nbytes` in the data, dtype by name, contiguous in C order."""
+
+    kind: Kind
+    layer: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """Whose part of which send a payload is, as its sender stated it; None or empty where it did not.
+
+    `heads` are the global KV-head ids in the order of the tensors' head axis.
+    """
+
+    source_rank: int | None = None
+    target_rank: int | None = None
+    role: str | None = None
+    attempt: int | None = None
+    heads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Everything that a head says. A layer without spans was sent as missing; the others have a key and a value.
+
+    `extension` and `scope` are None when a released engine wrote the payload; `scope` says what its checksum covers.
+    """
+
+    request_id: str
+    num_layers: int
+    spans: tuple[TensorSpan, ...]
+    data_nbytes: int
+    block_ids: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    extension: Extension | None = None
+    scope: Scope | None = None
+
+
+class Digest(NamedTuple):
+    """The checksum that a head carries: 32 hex digits at byte `at` of the head."""
+
+    scope: Scope
+    hexdigest: str
+    at: int
+
+
+def lay_out(tensors: Iterable[tuple[Kind, int, str, tuple[int, ...]]]) -> tuple[tuple[TensorSpan, ...], int]:
+    """The span of each `(kind, layer, dtype, shape)`, aligned and in the given order, and the data's size in bytes.
+
+    Raises:
+        ConfigError: a dtype that payloads cannot hold, or a shape over the limits.
+    """
+    spans: list[TensorSpan] = []
+    end = 0
+    for kind, layer, dtype, shape in tensors:
+        if dtype not in ITEM_SIZES:
+            raise ConfigError(
+                f"the {kind} of layer {layer} has dtype {dtype}, which a payload cannot hold; convert it to one of "
+                f"{', '.join(ITEM_SIZES)}"
+            )
+        nbytes = tensor_nbytes(shape, ITEM_SIZES[dtype])
+        if nbytes is None:
+            raise ConfigError(
+                f"the {kind} of layer {layer} has shape {list(shape)}: at most {MAX_DIMS} dimensions and "
+                f"{MAX_INTEGER} bytes fit in a payload"
+            )
+        offset = _aligned(end)
+        spans.append(TensorSpan(kind, layer, dtype, shape, offset, nbytes))
+        end = offset + nbytes
+    return tuple(spans), end
+
+
+def encode_head(header: Header) -> bytes:
+    """The head of a payload of ours, with its checksum still `UNSEALED`; its length is a multiple of `ALIGNMENT`.
+
+    Raises:
+        ConfigError: an empty request id, metadata that JSON cannot hold, or a head over `MAX_HEADER_BYTES`.
+    """
+    _require_request_id(header.request_id)
+    present = {(span.kind, span.layer): span for span in header.spans}
+    fields = {
+        "rid": header.request_id,
+        "bids": _plain_block_ids(header.block_ids),
+        "meta": _plain_metadata(header.metadata),
+        "td": [
+            _describe(kind, layer, present.get((kind, layer)))
+            for kind in ("key", "value")
+            for layer in range(header.num_layers)
+        ],
+        "nl": header.num_layers,
+        EXTENSION_KEY: _spell_extension(header.extension or Extension(), header.data_nbytes),
+    }
+    text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
+    tail = f',"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{header.scope or "header"}.{UNSEALED}"}}'
+    nbytes = _aligned(PREFIX_NBYTES + len(text) - 1 + len(tail)) - PREFIX_NBYTES
+    if nbytes > MAX_HEADER_BYTES:
+        raise ConfigError(
+            f"the header of request {show(header.request_id)} takes {nbytes} bytes, at most {MAX_HEADER_BYTES} "
+            "are allowed; send less metadata or fewer block ids"
+        )
+    return nbytes.to_bytes(PREFIX_NBYTES, "big") + (text[:-1] + tail).ljust(nbytes).encode("ascii")
+
+
+def split_digest(head: bytes) -> Digest | None:
+    """The checksum that `head` carries at its end, or None."""
+    start = max(0, len(head) - _DIGEST_TAIL_NBYTES)
+    found = _DIGEST_TAIL.search(head, start)
+    if found is None:
+        return None
+    scope: Scope = "all" if found[1] == b"all" else "header"
+    return Digest(scope, found[2].decode("ascii"), found.start(2))
+
+
+def seal(head: bytes, hexdigest: str) -> bytes:
+    """`head` with its checksum replaced by `hexdigest`: 32 lower-case hex digits, or `UNSEALED`.
+
+    Raises:
+        ConfigError: `head` has no place for a checksum, or `hexdigest` is none.
+    """
+    digest = split_digest(head)
+    if digest is None or not re.fullmatch("[0-9a-f]{32}", hexdigest):
+        raise ConfigError(f"cannot write the checksum {hexdigest!r} into a head of {len(head)} bytes")
+    return head[: digest.at] + hexdigest.encode("ascii") + head[digest.at + len(hexdigest) :]
+
+
+def require_identity(header: Header, *, request_id: str | None = None, target_rank: int | None = None) -> None:
+    """Nothing, when the payload is of this request and made for this rank; None accepts any.
+
+    A payload says its rank in our extension, in the published slice stamp, in both or not at all.
+
+    Raises:
+        WireError: it is another request's (WRONG_REQUEST) or another rank's (WRONG_RANK).
+    """
+    if request_id is not None and header.request_id != request_id:
+        raise WireError(
+            f"the payload is of request {show(header.request_id)}, expected {show(request_id)}",
+            reason=WireReason.WRONG_REQUEST,
+            offset=PREFIX_NBYTES,
+            request_id=request_id,
+        )
+    if target_rank is None:
+        return
+    stamp = header.metadata.get(SLICE_STAMP_KEY)
+    stated = {
+        f'metadata["{SLICE_STAMP_KEY}"]': stamp.get("target_rank") if isinstance(stamp, dict) else None,
+        f'"{EXTENSION_KEY}"': header.extension.target_rank if header.extension else None,
+    }
+    for where, rank in stated.items():
+        if rank is not None and (type(rank) is not int or rank != target_rank):
+            raise WireError(
+                f"the payload of request {show(header.request_id)} was cut for target rank {show(rank)} "
+                f"({where}), this is rank {target_rank}: sender and receiver disagree about ranks or keys",
+                reason=WireReason.WRONG_RANK,
+                offset=PREFIX_NBYTES,
+                request_id=header.request_id,
+                rank=target_rank,
+            )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def tensor_nbytes(shape: Sequence[int], item_size: int) -> int | None:
+    """The bytes of a contiguous tensor, or None when it is over the limits."""
+    # A zero dimension hides no overflow: strides are computed from the others.
+    if len(shape) > MAX_DIMS or math.prod(size or 1 for size in shape) * item_size > MAX_INTEGER:
+        return None
+    return math.prod(shape) * item_size
+
+
+def _require_request_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise ConfigError(f"request_id must be a non-empty string, got {show(request_id)}")
+    if any("\ud800" <= char <= "\udfff" for char in request_id):
+        raise ConfigError(f"request_id holds a lone surrogate and has no UTF-8 form: {show(request_id)}")
+
+
+def _plain_block_ids(block_ids: Sequence[int]) -> list[int]:
+    try:
+        plain = [operator.index(block) for block in block_ids]
+    except TypeError as error:
+        raise ConfigError(f"block_ids must be integers, got {show(block_ids)}") from error
+    if any(abs(block) > MAX_INTEGER for block in plain):
+        raise ConfigError(f"block_ids must fit in 64 bits, got {show(block_ids)}")
+    return plain
+
+
+def _plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`metadata` as a reader will see it: tuples as lists, keys as strings."""
+    try:
+        plain: dict[str, Any] = parse_json(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"metadata must be a mapping that JSON can hold (text, finite numbers, booleans, None, lists and mappings "
+            f"with distinct text keys): {error}; got {show(metadata)}"
+        ) from error
+    return plain
+
+
+def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:
+    name = f"{kind}_cache_{layer}"
+    if span is None:
+        return {"n": name, "x": True}
+    return {"n": name, "i": layer, "d": span.dtype, "s": list(span.shape), "o": span.offset, "b": span.nbytes}
+
+
+def _spell_extension(extension: Extension, data_nbytes: int) -> dict[str, Any]:
+    fields = {
+        "v": EXTENSION_VERSION,
+        "n": data_nbytes,
+        "src": extension.source_rank,
+        "dst": extension.target_rank,
+        "role": extension.role,
+        "attempt": extension.attempt,
+        "heads": list(extension.heads) or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def parse_json(text: str) -> Any:
+    """What strict JSON says: no NaN or Infinity, no number that overflows, no key twice in one object.
+
+    Raises:
+        ValueError: `text` is no such JSON.
+        RecursionError: it is nested deeper than the interpreter allows.
+    """
+    return json.loads(
+        text,
+        object_pairs_hook=_distinct,
+        parse_int=_bounded_integer,
+        parse_float=_finite,
+        parse_constant=_no_constant,
+    )
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError(f"an object of {len(pairs)} keys has only {len(fields)} distinct ones")
+    return fields
+
+
+def _bounded_integer(digits: str) -> int:
+    if len(digits) > MAX_INTEGER_DIGITS:
+        raise ValueError(f"an integer has {len(digits)} digits, at most {MAX_INTEGER_DIGITS} are allowed")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {show(digits)} overflows")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,322 @@
+"""Reads the head of a payload: a `Header`, or a `WireError` with a reason and an offset, whatever the bytes.
+
+Nothing is believed before it is compared with what is there: layer counts with the entries that are listed, sizes with
+shapes, places with the bytes that came. So no number in a head makes us allocate, and memory stays proportional to the
+head. Rules that only our own payloads promise (exact data size, no gaps beyond alignment, a checksum) hold where the
+`"omnikv"` key is; without it a released engine wrote the payload, and gaps or bytes after the last tensor are allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from omnikv.core.wire import (
+    ALIGNMENT,
+    DIGEST_KEY,
+    EXTENSION_KEY,
+    EXTENSION_VERSION,
+    ITEM_SIZES,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    MAX_INTEGER,
+    PREFIX_NBYTES,
+    Extension,
+    Header,
+    Kind,
+    Scope,
+    TensorSpan,
+    parse_json,
+    show,
+    split_digest,
+    tensor_nbytes,
+)
+from omnikv.errors import WireError, WireReason
+
+_TENSOR_NAME = re.compile(r"(key|value)_cache_(0|[1-9][0-9]{0,9})", re.ASCII)
+
+
+def head_nbytes(start: bytes | bytearray | memoryview, payload_nbytes: int) -> int:
+    """How long the head of a payload is, read from its first bytes; also where its data begins.
+
+    Raises:
+        WireError: the payload is too short for the head it announces, or the head is over `MAX_HEADER_BYTES`.
+    """
+    if payload_nbytes < PREFIX_NBYTES or len(start) < PREFIX_NBYTES:
+        raise WireError(
+            f"a payload begins with {PREFIX_NBYTES} length bytes, here are {min(payload_nbytes, len(start))} bytes",
+            reason=WireReason.TRUNCATED,
+            offset=payload_nbytes,
+        )
+    nbytes = int.from_bytes(start[:PREFIX_NBYTES], "big")
+    if nbytes > MAX_HEADER_BYTES:
+        raise WireError(
+            f"the payload announces a header of {nbytes} bytes, at most {MAX_HEADER_BYTES} are allowed",
+            reason=WireReason.HEADER_TOO_LARGE,
+        )
+    if PREFIX_NBYTES + nbytes > payload_nbytes:
+        raise WireError(
+            f"the payload announces a header of {nbytes} bytes, only {payload_nbytes - PREFIX_NBYTES} came",
+            reason=WireReason.TRUNCATED,
+            offset=payload_nbytes,
+        )
+    return PREFIX_NBYTES + nbytes
+
+
+def decode(payload: bytes | bytearray | memoryview) -> Header:
+    """The header of a whole payload, given as contiguous bytes; the checksum's value is not checked.
+
+    Raises:
+        WireError: the payload breaks a rule of the format.
+    """
+    nbytes = head_nbytes(payload[:PREFIX_NBYTES], len(payload))
+    return decode_head(bytes(payload[:nbytes]), len(payload))
+
+
+def decode_head(head: bytes, payload_nbytes: int) -> Header:
+    """What `head` (as long as `head_nbytes` said) says about a payload of `payload_nbytes`, every rule checked.
+
+    The checksum is checked for its form only: its value is for whoever holds the data (`omnikv.tensors.pack`).
+
+    Raises:
+        WireError: the head breaks a rule of the format; `reason` names the rule.
+    """
+    fields = _load_object(head)
+    num_layers = _integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
+    entries = fields.get("td")
+    if not isinstance(entries, list) or len(entries) != 2 * num_layers:
+        found = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
+        _refuse(
+            WireReason.LAYER_COUNT, f'"td" must hold a key and a value for each of {num_layers} layers, got {found}'
+        )
+    spans = _read_entries(entries, num_layers)
+    extension, data_nbytes = _read_extension(fields.get(EXTENSION_KEY), len(head), payload_nbytes)
+    if extension is None:
+        _check_published_spans(spans, len(head), data_nbytes)
+    else:
+        _check_tiled_spans(spans, len(head), data_nbytes)
+    return Header(
+        request_id=_text(fields.get("rid"), "rid"),
+        num_layers=num_layers,
+        spans=spans,
+        data_nbytes=data_nbytes,
+        block_ids=_integers(fields.get("bids"), "bids", low=-MAX_INTEGER),
+        metadata=_object(fields.get("meta"), "meta"),
+        extension=extension,
+        scope=_read_scope(head, fields, ours=extension is not None),
+    )
+
+
+def _refuse(reason: WireReason, message: str, offset: int = PREFIX_NBYTES) -> NoReturn:
+    raise WireError(message, reason=reason, offset=offset)
+
+
+# --- JSON and its fields ---
+
+
+def _load_object(head: bytes) -> dict[str, Any]:
+    try:
+        text = head[PREFIX_NBYTES:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(
+            f"the header is not UTF-8: {error.reason}",
+            reason=WireReason.HEADER_NOT_JSON,
+            offset=PREFIX_NBYTES + error.start,
+        ) from error
+    try:
+        fields = parse_json(text)
+    except json.JSONDecodeError as error:
+        offset = PREFIX_NBYTES + len(text[: error.pos].encode("utf-8"))
+        raise WireError(
+            f"the header is not JSON: {error.msg}", reason=WireReason.HEADER_NOT_JSON, offset=offset
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise WireError(
+            f"the header is not JSON that we read: {error}", reason=WireReason.HEADER_NOT_JSON, offset=PREFIX_NBYTES
+        ) from error
+    return _object(fields, "the header")
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _refuse(WireReason.HEADER_FIELD, f"{what} must be a JSON object, got {show(value)}")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
+        _refuse(WireReason.HEADER_FIELD, f"{what} must be text that has a UTF-8 form, got {show(value)}")
+    return value
+
+
+def _integer(value: object, what: str, reason: WireReason = WireReason.HEADER_FIELD, low: int = 0) -> int:
+    # Not isinstance: JSON's true is a Python int.
+    if type(value) is not int or not low <= value <= MAX_INTEGER:
+        _refuse(reason, f"{what} must be an integer from {low} to {MAX_INTEGER}, got {show(value)}")
+    return value
+
+
+def _integers(value: object, what: str, low: int = 0) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        _refuse(WireReason.HEADER_FIELD, f"{what} must be a list of integers, got {show(value)}")
+    return tuple(_integer(item, what, low=low) for item in value)
+
+
+# --- tensors ---
+
+
+def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]:
+    """The spans of the layers that were sent; each layer has exactly one key and one value, or lacks both."""
+    spans: list[TensorSpan] = []
+    present: dict[tuple[Kind, int], bool] = {}
+    for entry in entries:
+        fields = _object(entry, '"td" entry')
+        kind, layer = _read_name(fields, num_layers)
+        if (kind, layer) in present:
+            _refuse(WireReason.DUPLICATE_LAYER, f"the {kind} of layer {layer} is listed twice")
+        missing = fields.get("x", False)
+        if type(missing) is not bool:
+            _refuse(
+                WireReason.HEADER_FIELD, f'"x" of the {kind} of layer {layer} must be a boolean, got {show(missing)}'
+            )
+        present[kind, layer] = not missing
+        if not missing:
+            spans.append(_read_span(fields, kind, layer))
+    # 2 * num_layers distinct names within range: each layer has both entries.
+    for layer in range(num_layers):
+        if present["key", layer] != present["value", layer]:
+            absent = "value" if present["key", layer] else "key"
+            _refuse(WireReason.MISSING_LAYER, f"layer {layer} has no {absent}: both must be sent, or neither")
+    return tuple(spans)
+
+
+def _read_name(fields: dict[str, Any], num_layers: int) -> tuple[Kind, int]:
+    name = fields.get("n")
+    match = _TENSOR_NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        _refuse(WireReason.TENSOR_NAME, f"a tensor is named key_cache_<layer> or value_cache_<layer>, got {show(name)}")
+    kind: Kind = "key" if match[1] == "key" else "value"
+    layer = int(match[2])
+    index = fields.get("i")
+    if index is not None and (type(index) is not int or index != layer):
+        _refuse(WireReason.TENSOR_NAME, f'the name {name} and the index "i" {show(index)} name different layers')
+    if layer >= num_layers:
+        _refuse(WireReason.LAYER_COUNT, f"{name} is outside the payload's {num_layers} layers")
+    return kind, layer
+
+
+def _read_span(fields: dict[str, Any], kind: Kind, layer: int) -> TensorSpan:
+    what = f"the {kind} of layer {layer}"
+    dtype = fields.get("d")
+    item_size = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
+    if not isinstance(dtype, str) or item_size is None:
+        _refuse(WireReason.DTYPE, f"{what} has an unknown dtype {show(dtype)}; known are {', '.join(ITEM_SIZES)}")
+    shape = fields.get("s")
+    if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MAX_INTEGER for size in shape):
+        _refuse(WireReason.SHAPE, f"{what} must have a shape of integers from 0 on, got {show(shape)}")
+    expected = tensor_nbytes(shape, item_size)
+    if expected is None:
+        _refuse(WireReason.SHAPE, f"{what} has shape {show(shape)}: over {MAX_DIMS} dimensions or {MAX_INTEGER} bytes")
+    nbytes = _integer(fields.get("b"), f'"b" of {what}', WireReason.SHAPE)
+    if nbytes != expected:
+        _refuse(WireReason.SHAPE, f"{what} states {nbytes} bytes, but shape {show(shape)} of {dtype} takes {expected}")
+    offset = _integer(fields.get("o"), f'"o" of {what}', WireReason.SPAN_OUT_OF_RANGE)
+    return TensorSpan(kind, layer, dtype, tuple(shape), offset, nbytes)
+
+
+def _check_published_spans(spans: tuple[TensorSpan, ...], data_start: int, available: int) -> None:
+    """A released engine's payload: tensors lie apart and inside of what came; other bytes may lie between them."""
+    end = total = 0
+    for span in sorted(spans, key=_place):
+        if span.nbytes and span.offset < end:
+            _refuse_overlap(span, data_start, end)
+        end = max(end, span.offset + span.nbytes)
+        total += span.nbytes
+    if end > available:
+        # Released engines pack without gaps, so only then do we know that the rest was cut off.
+        reason = WireReason.TRUNCATED if end == total else WireReason.SPAN_OUT_OF_RANGE
+        _refuse(reason, f"tensors end at byte {end} of the data, of which {available} came", data_start + available)
+
+
+def _check_tiled_spans(spans: tuple[TensorSpan, ...], data_start: int, data_nbytes: int) -> None:
+    """A payload of ours: tensors fill the stated size, but for less than `ALIGNMENT` bytes before each."""
+    end = 0
+    for span in sorted(spans, key=_place):
+        if span.offset < end:
+            _refuse_overlap(span, data_start, end)
+        if span.offset + span.nbytes > data_nbytes:
+            _refuse(
+                WireReason.SPAN_OUT_OF_RANGE,
+                f"the {span.kind} of layer {span.layer} ends at byte {span.offset + span.nbytes} of {data_nbytes}",
+                data_start + data_nbytes,
+            )
+        if span.offset - end >= ALIGNMENT:
+            _refuse_gap(data_start + end, span.offset - end)
+        end = span.offset + span.nbytes
+    if end != data_nbytes:
+        _refuse_gap(data_start + end, data_nbytes - end)
+
+
+def _place(span: TensorSpan) -> tuple[int, int]:
+    return span.offset, span.nbytes
+
+
+def _refuse_overlap(span: TensorSpan, data_start: int, end: int) -> NoReturn:
+    _refuse(
+        WireReason.SPAN_OVERLAP,
+        f"the {span.kind} of layer {span.layer} begins at byte {span.offset}, inside of a tensor that ends at {end}",
+        data_start + span.offset,
+    )
+
+
+def _refuse_gap(offset: int, nbytes: int) -> NoReturn:
+    _refuse(WireReason.SPAN_GAP, f"{nbytes} bytes belong to no tensor; only alignment may leave gaps", offset)
+
+
+# --- what is ours ---
+
+
+def _read_extension(value: object, data_start: int, payload_nbytes: int) -> tuple[Extension | None, int]:
+    """What we added, and the data's size; a released engine's payload takes all bytes that came."""
+    available = payload_nbytes - data_start
+    if value is None:
+        return None, available
+    fields = _object(value, EXTENSION_KEY)
+    version = fields.get("v")
+    if type(version) is not int or version != EXTENSION_VERSION:
+        _refuse(
+            WireReason.HEADER_FIELD,
+            f"the payload is of omnikv's format version {show(version)}, this reader knows {EXTENSION_VERSION}",
+        )
+    data_nbytes = _integer(fields.get("n"), "omnikv.n")
+    if data_nbytes > available:
+        _refuse(WireReason.TRUNCATED, f"{data_nbytes} data bytes were sent, {available} came", payload_nbytes)
+    if data_nbytes < available:
+        _refuse_gap(data_start + data_nbytes, available - data_nbytes)
+    extension = Extension(
+        source_rank=_optional_integer(fields.get("src"), "omnikv.src"),
+        target_rank=_optional_integer(fields.get("dst"), "omnikv.dst"),
+        role=None if fields.get("role") is None else _text(fields["role"], "omnikv.role"),
+        attempt=_optional_integer(fields.get("attempt"), "omnikv.attempt"),
+        heads=_integers(fields.get("heads", []), "omnikv.heads"),
+    )
+    return extension, data_nbytes
+
+
+def _optional_integer(value: object, what: str) -> int | None:
+    return None if value is None else _integer(value, what)
+
+
+def _read_scope(head: bytes, fields: dict[str, Any], *, ours: bool) -> Scope | None:
+    """What the checksum covers. Our payloads carry one, released engines' none: a half of that was tampered with."""
+    digest = split_digest(head)
+    if not ours and DIGEST_KEY not in fields:
+        return None
+    if digest is None or not ours:
+        _refuse(
+            WireReason.CHECKSUM,
+            f'a payload with "{EXTENSION_KEY}" ends its header with a checksum that we know, one without has none; '
+            f"got {show(fields.get(DIGEST_KEY))}",
+        )
+    return digest.scope

@@ -1,0 +1,276 @@
+"""Tensors into payloads, in one pass over the bytes: the format itself is `omnikv.core.wire`'s.
+
+A `PayloadPlan` knows a payload's size before a byte of it is written, so a transport can reserve room first; then each
+tensor writes itself into its place there. Decoding (`omnikv.tensors.unpack`) gives views on the payload's memory. A
+checksum over the data, where one is asked for, costs one more pass that only reads.
+
+torch keeps the *object* behind a view alive, not its buffer locked: whoever owns a payload's memory must not unmap or
+reuse it while decoded views live, nor call `release()` on the memoryview that was decoded.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, encode_head, lay_out, seal, show
+from omnikv.errors import ConfigError, LocalProtocolError
+from omnikv.tensors.fill import fill
+from omnikv.tensors.kv import DenseSource, LayerSource, TensorSource
+from omnikv.tensors.unpack import (
+    DTYPES,
+    DecodedPayload,
+    contiguous_bytes,
+    decode_device_payload,
+    decode_payload,
+    span_view,
+)
+
+__all__ = ["DecodedPayload", "KVCacheTransferData", "PayloadPlan", "decode_payload", "plan_payload"]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What memory for a payload must be aligned to: the largest item size.
+_ADDRESS_ALIGNMENT = max(ITEM_SIZES.values())
+
+
+class PayloadPlan:
+    """A payload that is laid out and not yet written: `nbytes` in all, `header` as its reader will see it."""
+
+    __slots__ = ("_head", "_sources", "header", "nbytes")
+
+    def __init__(self, header: Header, sources: Sequence[TensorSource]) -> None:
+        """`sources` are the tensors of `header.spans`, in that order."""
+        self.header = header
+        self._head = encode_head(header)
+        self._sources = tuple(sources)
+        self.nbytes = len(self._head) + header.data_nbytes
+
+    def write_into(self, buffer: memoryview) -> None:
+        """Nothing; `buffer`, writable and exactly `nbytes` long, then holds the payload. It stays the caller's.
+
+        Raises:
+            ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
+            Exception: what a tensor's source raises; `buffer` then holds no payload.
+        """
+        view = _as_target(buffer, self.nbytes)
+        start = len(self._head)
+        self._write_data(torch.frombuffer(view, dtype=torch.uint8)[start:])
+        hasher = xxhash.xxh3_128(self._head)
+        if self.header.scope == "all":
+            hasher.update(view[start:])
+        view[:start] = seal(self._head, hasher.hexdigest())
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """The payload as a new 1-D uint8 tensor on `device`. Plan it without a checksum: the data is not read there.
+
+        Raises:
+            ConfigError: the plan has a checksum over the data.
+        """
+        if self.header.scope == "all":
+            raise ConfigError(f"a payload on {device} cannot be checksummed there; plan it with checksum=False")
+        head = seal(self._head, xxhash.xxh3_128(self._head).hexdigest())
+        payload = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        payload[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        self._write_data(payload[len(head) :])
+        return payload
+
+    def _write_data(self, data: torch.Tensor) -> None:
+        end = 0
+        for span in self.header.spans:
+            data[end : span.offset].zero_()
+            end = span.offset + span.nbytes
+        outs = [span_view(data, span) for span in self.header.spans]
+        fill(list(zip(self._sources, outs, strict=True)))
+
+
+def plan_payload(
+    *,
+    request_id: str,
+    layers: Sequence[LayerSource | None],
+    block_ids: Sequence[int] = (),
+    metadata: Mapping[str, Any] | None = None,
+    extension: Extension | None = None,
+    checksum: bool,
+) -> PayloadPlan:
+    """The plan of a payload of these layers, None for one that is missing; nothing is copied yet.
+
+    `extension` says whose part this is. `checksum` covers every byte; without it only the header is covered. The
+    sources are read when the plan is written, so they must not change until then.
+
+    Raises:
+        ConfigError: an empty request id, metadata that JSON cannot hold, key and value of different length, or a dtype
+            or shape that a payload cannot hold.
+    """
+    tensors = list(_in_published_order(layers))
+    spans, data_nbytes = lay_out(
+        (kind, layer, _dtype_name(source.dtype), tuple(source.shape)) for kind, layer, source in tensors
+    )
+    header = Header(
+        request_id=request_id,
+        num_layers=len(layers),
+        spans=spans,
+        data_nbytes=data_nbytes,
+        block_ids=tuple(block_ids),
+        metadata=metadata if metadata is not None else {},
+        extension=extension,
+        scope="all" if checksum else "header",
+    )
+    return PayloadPlan(header, [source for _, _, source in tensors])
+
+
+@dataclass
+class KVCacheTransferData:
+    """One request's KV between engines, under the published names.
+
+    `layer_blocks` holds the lists `"key_cache"` and `"value_cache"`, a tensor or None a layer.
+    """
+
+    request_id: str
+    layer_blocks: dict[str, Any]
+    block_ids: list[int]
+    metadata: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; lists and mappings are copied, tensors are shared."""
+        return {
+            "request_id": self.request_id,
+            "layer_blocks": {name: list(tensors) for name, tensors in self.layer_blocks.items()},
+            "block_ids": list(self.block_ids),
+            "metadata": dict(self.metadata),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The payload, with a checksum.
+
+        Raises:
+            ConfigError: something that a payload cannot hold (see `plan_payload`).
+        """
+        plan = self._plan(checksum=True)
+        stream = io.BytesIO()
+        # The one way to `bytes` that were written in place: getvalue gives the stream's own, uncopied.
+        stream.seek(plan.nbytes - 1)
+        stream.write(b"\0")
+        with stream.getbuffer() as buffer:
+            plan.write_into(buffer)
+        return stream.getvalue()
+
+    def to_gpu_tensor(self) -> torch.Tensor:
+        """The payload as a 1-D uint8 tensor on the device of the first tensor that is not on the CPU.
+
+        Raises:
+            LocalProtocolError: all tensors are on the CPU (a RuntimeError, as published).
+            ConfigError: something that a payload cannot hold (see `plan_payload`).
+        """
+        tensors = [tensor for name in ("key_cache", "value_cache") for tensor in self.layer_blocks.get(name, ())]
+        devices = (tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor))
+        device = next((device for device in devices if device.type != "cpu"), None)
+        if device is None:
+            raise LocalProtocolError(
+                f"No device tensors found in request {show(self.request_id)}, use to_bytes() instead",
+                request_id=self.request_id,
+            )
+        return self._plan(checksum=False).on_device(device)
+
+    @staticmethod
+    def from_bytes(raw: bytes | bytearray | memoryview) -> dict[str, Any]:
+        """The payload's fields by name. Tensors are views on `raw`; read-only bytes are copied once.
+
+        Raises:
+            WireError: the bytes are no payload we can trust (a ValueError, as published).
+        """
+        return _published(decode_payload(raw))
+
+    @staticmethod
+    def from_bytes_device(tensor: torch.Tensor) -> dict[str, Any]:
+        """The fields of a payload in a 1-D uint8 tensor; its tensors are copies on the same device.
+
+        Raises:
+            WireError: the bytes are no payload we can trust (a ValueError, as published).
+            ConfigError: `tensor` is not 1-D uint8 (a ValueError, as published).
+        """
+        return _published(decode_device_payload(tensor))
+
+    @staticmethod
+    def from_bytes_gpu(tensor: torch.Tensor) -> dict[str, Any]:
+        """What `from_bytes_device` gives: its older name."""
+        return KVCacheTransferData.from_bytes_device(tensor)
+
+    def _plan(self, *, checksum: bool) -> PayloadPlan:
+        return plan_payload(
+            request_id=self.request_id,
+            layers=_as_sources(self.layer_blocks),
+            block_ids=self.block_ids,
+            metadata=self.metadata,
+            checksum=checksum,
+        )
+
+
+def _published(payload: DecodedPayload) -> dict[str, Any]:
+    return {
+        "request_id": payload.header.request_id,
+        "layer_blocks": {
+            "key_cache": [layer and layer.key for layer in payload.layers],
+            "value_cache": [layer and layer.value for layer in payload.layers],
+        },
+        "block_ids": list(payload.header.block_ids),
+        "metadata": dict(payload.header.metadata),
+    }
+
+
+def _as_sources(layer_blocks: Mapping[str, Any]) -> list[LayerSource | None]:
+    keys, values = layer_blocks.get("key_cache", ()), layer_blocks.get("value_cache", ())
+    if len(keys) != len(values):
+        raise ConfigError(
+            f"layer_blocks has {len(keys)} layers in key_cache and {len(values)} in value_cache: give both for each "
+            "layer, or None in both for a layer that is missing"
+        )
+    layers: list[LayerSource | None] = []
+    for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+        if key is None and value is None:
+            layers.append(None)
+        elif isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
+            layers.append(LayerSource(DenseSource(key), DenseSource(value)))
+        else:
+            raise ConfigError(
+                f"layer {layer} must have a key and a value tensor, or None for both, got {type(key).__name__} and "
+                f"{type(value).__name__}"
+            )
+    return layers
+
+
+def _in_published_order(layers: Sequence[LayerSource | None]) -> Iterator[tuple[Kind, int, TensorSource]]:
+    """All keys, then all values, as released engines write them."""
+    present = [(layer, pair) for layer, pair in enumerate(layers) if pair is not None]
+    for layer, pair in present:
+        if tuple(pair.key.shape[:1]) != tuple(pair.value.shape[:1]):
+            raise ConfigError(
+                f"layer {layer} has a key of shape {list(pair.key.shape)} and a value of shape "
+                f"{list(pair.value.shape)}: both must hold the same number of tokens"
+            )
+    for layer, pair in present:
+        yield "key", layer, pair.key
+    for layer, pair in present:
+        yield "value", layer, pair.value
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _as_target(buffer: memoryview, nbytes: int) -> memoryview:
+    """`buffer` as flat bytes that a payload of `nbytes` can be written into."""
+    view = contiguous_bytes(buffer)
+    if view.readonly or view.nbytes != nbytes:
+        raise ConfigError(
+            f"the payload needs a writable buffer of exactly {nbytes} bytes, got "
+            f"{'a read-only' if view.readonly else 'a'} one of {view.nbytes}"
+        )
+    address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    if address % _ADDRESS_ALIGNMENT:
+        raise ConfigError(f"the payload's buffer must begin at a multiple of {_ADDRESS_ALIGNMENT}, got {address:#x}")
+    return view
