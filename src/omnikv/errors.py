@@ -128,7 +128,21 @@ class ConnectError(TransportError, ConnectionError):
 class PutRejected(TransportError):
     """A payload was not accepted: no room now (`retryable`), can never fit, or its identity is `already_live`."""
 
-    already_live = False
+    def __init__(
+        self,
+        message: str,
+        *,
+        already_live: bool = False,
+        retryable: bool = False,
+        transport: str | None = None,
+        endpoint: str | None = None,
+        request_id: str | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, transport=transport, endpoint=endpoint, request_id=request_id, key=key, rank=rank)
+        self.already_live = already_live
+        self.retryable = retryable
 
 
 class TransportTimeout(TransportError, TimeoutError):

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from omnikv.core.verdict import Ballot, decide, decode_ballot, encode_ballot
+from omnikv.core.verdict import Ballot, decide
 from omnikv.errors import Dropped, OmniKVError
 from omnikv.groups.base import Group
 from omnikv.handoff.receive import ReceivedKV, layer_facts
@@ -43,7 +43,7 @@ class Outcome:
             Dropped: the group dropped the request, on every rank alike.
         """
         if self.kv is None:
-            causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(self.causes.items()))
+            causes = "; ".join(cause for _, cause in sorted(self.causes.items()))
             raise Dropped(
                 f"request {self.request_id!r} was dropped by every rank: {causes}", request_id=self.request_id
             )
@@ -65,8 +65,8 @@ def receive_and_vote(
         kv, ballot = _cast(receive)
         if kv is not None:
             unless_kept.callback(kv.give_back)
-        answers = group.exchange(encode_ballot(ballot), deadline=vote_deadline)
-        verdict = decide([decode_ballot(answer) for answer in answers])
+        answers = group.exchange(ballot.encode(), deadline=vote_deadline)
+        verdict = decide([Ballot.decode(answer) for answer in answers])
         if not verdict.keep:
             logger.warning("request %r dropped on all %d ranks: %s", request_id, group.size, verdict.causes)
             return Outcome(request_id=request_id, verdict="drop", kv=None, causes=dict(verdict.causes))

@@ -157,10 +157,10 @@ def fetch(
 
 
 def _check_heads(payload: DecodedPayload, piece: Piece) -> None:
-    stated = payload.header.extension.get("heads")
-    if stated is not None and list(stated) != list(piece.heads):
+    extension = payload.header.extension
+    if extension is not None and extension.heads != piece.heads:
         raise RemoteProtocolError(
-            f"source rank {piece.source_rank} sent heads {stated}, the route says {list(piece.heads)}",
+            f"source rank {piece.source_rank} sent heads {list(extension.heads)}, the route says {list(piece.heads)}",
             request_id=payload.header.request_id,
             rank=piece.source_rank,
         )
@@ -198,7 +198,7 @@ def _check_alike(arrived: Sequence[_Arrived], request_id: str) -> None:
         theirs = layer_facts(other.payload.layers)
         difference = None
         if len(theirs) != len(facts):
-            difference = f"{len(theirs) // 2} layers against {len(facts) // 2}"
+            difference = f"{len(theirs) // 2} against {len(facts) // 2} layers"
         elif theirs != facts:
             at = next(index for index, (mine, its) in enumerate(zip(facts, theirs, strict=True)) if mine != its)
             difference = f"layer {at // 2}: {_spell_facts(theirs[at])} against {_spell_facts(facts[at])}"

@@ -12,6 +12,7 @@ import torch
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.reshard import HeadIds, Piece
+from omnikv.core.wire import Extension
 from omnikv.errors import ConfigError, HandoffError, OmniKVError, PutRejected
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.kv import DenseSource, LayerSource
@@ -90,13 +91,13 @@ def plan_piece(
     checksum: bool,
 ) -> PayloadPlan:
     """The payload that carries `sources` under `identity`, sized but not yet written."""
-    extension = {
-        "heads": list(piece.heads),
-        "src": identity.source_rank,
-        "dst": identity.target_rank,
-        "role": identity.role,
-        "attempt": identity.attempt,
-    }
+    extension = Extension(
+        source_rank=identity.source_rank,
+        target_rank=identity.target_rank,
+        role=identity.role,
+        attempt=identity.attempt,
+        heads=piece.heads,
+    )
     return plan_payload(
         request_id=identity.transfer_id,
         layers=sources,

@@ -7,7 +7,8 @@ Theory of operation. An identity is free, or live in one of three states:
                          '--drop--> free      '---give_back----'
 
 A failure is kept beside the states: whoever asks for a failed identity is told the cause instead of waiting. Failing a
-payload that is not leased ends its life; a leased one stays readable for its holder and ends when that lease does.
+READY payload ends its life. One that is still being written keeps its room until its writer is done with it, and one
+that is leased stays readable for its holder: room that somebody touches is never handed out again.
 Reserving a failed identity again takes the failure back. Failures are remembered for the latest `MAX_FAILURES`
 identities, so that a sender that only ever fails does not grow.
 
@@ -78,6 +79,7 @@ class Ledger(Generic[Room]):
             raise PutRejected(
                 f"{self._transport}: payload {payload.encode()} is already live ({live.state.value}); acknowledge or "
                 "fail it first, or send it as a new attempt",
+                already_live=True,
                 transport=self._transport,
                 request_id=payload.transfer_id,
                 key=payload.encode(),
@@ -92,8 +94,11 @@ class Ledger(Generic[Room]):
         """Nothing; the payload may be leased from now on.
 
         Raises:
-            LocalProtocolError: it was published, dropped or failed before.
+            LocalProtocolError: it was published, dropped or failed before; a failed one ends here.
         """
+        failure = self._failures.get(entry.payload) if entry.state is PayloadState.RESERVED else None
+        if failure is not None:
+            self._end(entry, f"fail ({failure})")
         if entry.state is not PayloadState.RESERVED:
             raise LocalProtocolError(
                 f"{self._transport}: payload {entry.payload.encode()} cannot be published: it went through "
@@ -110,13 +115,13 @@ class Ledger(Generic[Room]):
             self._end(entry, "drop")
 
     def fail(self, payload: PayloadId, cause: str) -> None:
-        """Nothing; whoever asks for `payload` is told `cause`, and its room is free unless it is being read."""
+        """Nothing; whoever asks for `payload` is told `cause`, and its room is free once nobody writes or reads it."""
         self._failures.pop(payload, None)
         self._failures[payload] = cause
         while len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         entry = self._live.get(payload)
-        if entry is not None and entry.state is not PayloadState.LEASED:
+        if entry is not None and entry.state is PayloadState.READY:
             self._end(entry, "fail")
 
     def failure(self, payload: PayloadId) -> str | None:

@@ -1,0 +1,501 @@
+"""A handoff through the native API: what was sent is what arrives, and a mistake or a failure loses nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from omnikv import Edge, KVReceiver, KVSender, LayerKV, Route
+from omnikv.errors import (
+    ConfigError,
+    ConnectError,
+    Dropped,
+    HandoffError,
+    ProducerFailed,
+    PutRejected,
+    ReceiveTimeout,
+    RemoteProtocolError,
+    TopologyError,
+    VerdictInDoubt,
+    WireError,
+    WireReason,
+)
+from omnikv.groups.threads import ThreadGroup
+from omnikv.tensors.blocks import PagedKV
+from omnikv.tensors.layouts import BlockLayout
+
+_names = (f"api-{number}" for number in itertools.count())
+
+
+@pytest.fixture(params=["memory", "shm"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+def namespace():
+    return f"{next(_names)}-{os.getpid()}"
+
+
+def full_cache(num_tokens=5, num_heads=3, num_layers=2, head_dim=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_tokens * 31 + num_heads)
+    shape = (num_tokens, num_heads, head_dim)
+    return [
+        LayerKV(torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype))
+        for _ in range(num_layers)
+    ]
+
+
+def part(layers, heads):
+    return [LayerKV(layer.key[:, list(heads)], layer.value[:, list(heads)]) for layer in layers]
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+@contextmanager
+def stages(route, transport, *, groups=None):
+    with ExitStack() as stack:
+        senders = [
+            stack.enter_context(KVSender(route, rank, transport=transport)) for rank in range(route.num_source_ranks)
+        ]
+        receivers = [
+            stack.enter_context(KVReceiver(route, rank, transport=transport, group=groups[rank] if groups else None))
+            for rank in range(route.num_target_ranks)
+        ]
+        yield senders, receivers
+
+
+def one_to_one(namespace, num_heads=3):
+    return Route.tp("prefill", "decode", num_kv_heads=num_heads, from_tp=1, to_tp=1, namespace=namespace)
+
+
+def send_everywhere(senders, layers, request_id="req", **keywords):
+    for sender in senders:
+        sender.send(request_id, part(layers, sender.route.source_heads[sender.rank]), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("from_tp", "to_tp", "num_heads"),
+    [(1, 1, 3), (3, 1, 3), (1, 3, 3), (3, 3, 3), (2, 3, 3), (3, 2, 3), (4, 2, 8), (2, 4, 8), (6, 4, 12), (4, 2, 2)],
+)
+def test_every_head_arrives_bit_for_bit(transport, namespace, from_tp, to_tp, num_heads):
+    layers = full_cache(num_heads=num_heads)
+    route = Route.tp("a", "b", num_kv_heads=num_heads, from_tp=from_tp, to_tp=to_tp, namespace=namespace)
+    with stages(route, transport) as (senders, receivers):
+        send_everywhere(senders, layers, metadata={"first_token": 17})
+        for receiver in receivers:
+            with receiver.receive("req", timeout_s=10) as kv:
+                heads = route.target_heads[receiver.rank]
+                assert_same(kv.layers, part(layers, heads))
+                assert kv.metadata == {"first_token": 17}
+                assert sorted(head for piece in kv.sources for head in piece.heads) == sorted(heads)
+                assert kv.num_tokens == 5
+        assert all(sender.drain(timeout_s=10) == 0 for sender in senders)
+
+
+def test_heads_may_be_stated_in_any_order(transport, namespace):
+    layers = full_cache(num_heads=4)
+    edge = Edge(from_stage="a", to_stage="b", namespace=namespace)
+    route = Route(edge=edge, source_heads=((2, 0), (3, 1)), target_heads=((1, 0, 3), (2,)))
+    with stages(route, transport) as (senders, receivers):
+        send_everywhere(senders, layers)
+        for receiver in receivers:
+            with receiver.receive("req", timeout_s=10) as kv:
+                assert_same(kv.layers, part(layers, route.target_heads[receiver.rank]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_paged_blocks_arrive_as_tokens(transport, namespace, dtype):
+    pool = torch.randn(2, 6, 4, 2, 8).to(dtype)
+    paged = PagedKV([pool, pool.clone()], block_ids=[5, 0, 3], num_tokens=10, layout=BlockLayout.stacked(4, dim=0))
+    expected = [
+        LayerKV(*(pool.view(torch.uint8)[side][[5, 0, 3]].flatten(0, 1)[:10].view(dtype) for side in (0, 1)))
+        for _ in range(2)
+    ]
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=2, namespace=namespace)
+    with stages(route, transport) as (senders, receivers):
+        senders[0].send("req", paged)
+        for receiver in receivers:
+            with receiver.receive("req", timeout_s=10) as kv:
+                for mine, theirs in zip(kv.layers, expected, strict=True):
+                    for one, other in zip(mine, theirs, strict=True):
+                        assert torch.equal(one.float(), other[:, [receiver.rank]].float())
+
+
+def test_with_one_sender_the_tensors_are_views_and_detach_makes_them_the_readers(transport, namespace):
+    layers = full_cache()
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", layers)
+        kv = receiver.receive("req", timeout_s=10)
+        assert not kv.owns_memory
+        assert sender.drain(timeout_s=0) == 1
+        kv.detach()
+        assert kv.owns_memory
+        assert sender.drain(timeout_s=10) == 0
+        for number in range(3):
+            sender.send(f"next-{number}", full_cache(num_tokens=5 + number))
+        assert_same(kv.layers, layers)
+
+
+def test_a_receiver_that_waits_is_woken_by_the_send(transport, namespace):
+    layers = full_cache()
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receiver.receive, "req", timeout_s=30)
+        sender.send("req", layers)
+        with waiting.result(timeout=30) as kv:
+            assert_same(kv.layers, layers)
+
+
+@pytest.mark.parametrize("request_id", ["a/b", "a_1", "two words", "日本語", "x" * 300, "..", "a%2Fb"])
+def test_x08_every_spelling_of_a_request_id_works(transport, namespace, request_id):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send(request_id, full_cache())
+        receiver.receive(request_id, timeout_s=10).close()
+
+
+def test_x06_requests_whose_published_keys_collide_do_not_meet(transport, namespace):
+    kwargs = {"num_kv_heads": 1, "from_tp": 1, "to_tp": 1, "namespace": namespace}
+    with ExitStack() as stack:
+        cases = [("0", "1", "a_1", 2), ("1_0", "1", "a", 3), ("0", "2", "a_1", 4)]
+        for from_stage, to_stage, request_id, tokens in cases:
+            route = Route.tp(from_stage, to_stage, **kwargs)
+            sender = stack.enter_context(KVSender(route, 0, transport=transport))
+            sender.send(request_id, full_cache(num_tokens=tokens, num_heads=1))
+            receiver = stack.enter_context(KVReceiver(route, 0, transport=transport))
+            kv = stack.enter_context(receiver.receive(request_id, timeout_s=10))
+            assert kv.num_tokens == tokens
+
+
+def test_roles_and_attempts_of_one_request_are_apart(transport, namespace):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sizes = {("primary", 0): 2, ("cfg_text", 0): 3, ("primary", 1): 4}
+        for (role, attempt), tokens in sizes.items():
+            sender.send("req", full_cache(num_tokens=tokens), role=role, attempt=attempt)
+        for (role, attempt), tokens in reversed(sizes.items()):
+            with receiver.receive("req", timeout_s=10, role=role, attempt=attempt) as kv:
+                assert kv.num_tokens == tokens
+
+
+# --- mistakes: a clear error, nothing lost ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "there are no layers to send"),
+        ([torch.zeros(2, 3, 4)], r"layer 0 must be a \(key, value\) pair of tensors, got Tensor"),
+        ([(torch.zeros(2, 3), torch.zeros(2, 3))], r"key must be \[tokens, kv_heads, head_dim\], got shape \[2, 3\]"),
+        ([(torch.zeros(2, 3, 4), torch.zeros(2, 2, 4))], "layer 0's value has 2 KV heads, but the route states 3"),
+        ([(torch.zeros(2, 3, 4), torch.zeros(1, 3, 4))], "layer 0 has 2 tokens of keys and 1 of values"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_before_anything_moves(namespace, layers, message):
+    with stages(one_to_one(namespace), "memory") as ([sender], [receiver]):
+        with pytest.raises(ConfigError, match=message):
+            sender.send("req", layers)
+        sender.send("req", full_cache())
+        receiver.receive("req", timeout_s=10).close()
+
+
+def test_x11_bad_block_ids_send_nothing(transport, namespace):
+    pool = torch.zeros(2, 4, 2, 3, 4)
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        with pytest.raises(ConfigError, match=r"block ids \[99\] are outside the 4 blocks of layer 0"):
+            sender.send("req", PagedKV([pool], [0, 99, 1], 6, BlockLayout.stacked(2, dim=0)))
+        with pytest.raises(ReceiveTimeout):
+            receiver.receive("req", timeout_s=0.05)
+
+
+def test_more_tokens_than_the_blocks_hold_are_refused(namespace):
+    pool = torch.zeros(2, 4, 2, 3, 4)
+    with stages(one_to_one(namespace), "memory") as ([sender], _), pytest.raises(ConfigError, match="5"):
+        sender.send("req", PagedKV([pool], block_ids=[0, 1], num_tokens=5, layout=BlockLayout.stacked(2, dim=0)))
+
+
+@pytest.mark.parametrize("request_id", ["", None, 7])
+def test_an_id_that_is_none_is_refused_on_both_sides(namespace, request_id):
+    with stages(one_to_one(namespace), "memory") as ([sender], [receiver]):
+        with pytest.raises(ConfigError, match="transfer_id must be a non-empty string"):
+            sender.send(request_id, full_cache())
+        with pytest.raises(ConfigError, match="transfer_id must be a non-empty string"):
+            receiver.receive(request_id, timeout_s=0)
+
+
+@pytest.mark.parametrize("metadata", [{"a": object()}, {"a": float("nan")}])
+def test_metadata_that_is_no_json_is_refused(namespace, metadata):
+    with stages(one_to_one(namespace), "memory") as ([sender], _), pytest.raises(ConfigError, match="metadata"):
+        sender.send("req", full_cache(), metadata=metadata)
+
+
+def test_x09_a_rank_outside_its_stage_is_refused_when_it_starts(namespace):
+    with pytest.raises(TopologyError, match="rank 7 is outside the source stage"):
+        KVSender(one_to_one(namespace), 7, transport="memory")
+    with pytest.raises(TopologyError, match="rank 7 is outside the target stage"):
+        KVReceiver(one_to_one(namespace), 7, transport="memory")
+
+
+def test_an_unknown_transport_is_named_with_the_known_ones(namespace):
+    with pytest.raises(ConfigError, match="unknown transport 'carrier-pigeon'; available: memory, shm"):
+        KVSender(one_to_one(namespace), 0, transport="carrier-pigeon")
+
+
+def test_an_option_that_a_transport_does_not_take_is_named(namespace):
+    with pytest.raises(ConfigError, match="does not take the options \\['colour'\\]"):
+        KVSender(one_to_one(namespace), 0, transport="memory", options={"colour": "red"})
+
+
+def test_x07_a_request_that_is_still_live_is_not_replaced(transport, namespace):
+    first, second = full_cache(num_tokens=2), full_cache(num_tokens=3)
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", first)
+        with pytest.raises(PutRejected, match="live") as caught:
+            sender.send("req", second)
+        assert caught.value.already_live
+        with receiver.receive("req", timeout_s=10) as kv:
+            assert_same(kv.layers, first)
+
+
+def test_d04_stages_that_state_different_routes_are_told_so_at_once(transport, namespace):
+    two = Route.tp("a", "b", num_kv_heads=4, from_tp=2, to_tp=1, namespace=namespace)
+    one = Route.tp("a", "b", num_kv_heads=4, from_tp=1, to_tp=1, namespace=namespace)
+    with KVSender(two, 0, transport=transport), KVReceiver(one, 0, transport=transport) as receiver:
+        with pytest.raises(ConnectError, match="source_heads") as caught:
+            receiver.receive("req", timeout_s=20)
+        assert "0,1,2,3" in str(caught.value)
+        assert "0,1 | 2,3" in str(caught.value)
+
+
+# --- failures: told at once, nothing consumed ---------------------------------------------------------------------
+
+
+def test_x16_one_missing_part_leaves_the_others_for_a_retry(transport, namespace):
+    layers = full_cache()
+    route = Route.tp("a", "b", num_kv_heads=3, from_tp=3, to_tp=1, namespace=namespace)
+    with stages(route, transport) as (senders, [receiver]):
+        send_everywhere(senders[:2], layers)
+        with pytest.raises(ReceiveTimeout, match="nothing from source rank 2 by the deadline") as caught:
+            receiver.receive("req", timeout_s=0.05)
+        assert caught.value.retryable
+        send_everywhere(senders[2:], layers)
+        with receiver.receive("req", timeout_s=10) as kv:
+            assert_same(kv.layers, layers)
+
+
+def test_a_sender_that_gives_up_wakes_its_receivers_with_the_cause(transport, namespace):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receiver.receive, "req", timeout_s=60)
+        sender.fail("req", "prefill ran out of memory")
+        with pytest.raises(ProducerFailed, match="prefill ran out of memory"):
+            waiting.result(timeout=30)
+
+
+def test_a_copy_that_fails_reaches_the_sender_and_its_receivers(transport, namespace):
+    class Unreadable(PagedKV):
+        def layer_sources(self, head_positions=None):
+            def explode(out):
+                raise RuntimeError("device side assert")
+
+            sources = super().layer_sources(head_positions)
+            broken = type("Broken", (), {"shape": sources[0].value.shape, "dtype": sources[0].value.dtype})()
+            broken.write_into = explode
+            return [sources[0]._replace(value=broken)]
+
+    paged = Unreadable([torch.zeros(2, 4, 2, 3, 4)], [0], 2, BlockLayout.stacked(2, dim=0))
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        with pytest.raises(HandoffError, match=r"'req' could not be copied.*device side assert"):
+            sender.send("req", paged)
+        with pytest.raises(ProducerFailed, match="device side assert"):
+            receiver.receive("req", timeout_s=30)
+        assert sender.drain(timeout_s=0) == 0
+
+
+def test_a_request_that_does_not_fit_is_rejected_whole_and_its_receivers_are_told(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=2, namespace=namespace)
+    options = {"pool_nbytes": 1 << 20}
+    with KVSender(route, 0, transport=transport, options=options) as sender:
+        with KVReceiver(route, 0, transport=transport) as receiver:
+            with pytest.raises(PutRejected):
+                sender.send("req", full_cache(num_tokens=100_000, num_heads=2))
+            with pytest.raises(ProducerFailed, match="PutRejected"):
+                receiver.receive("req", timeout_s=30)
+        assert sender.drain(timeout_s=0) == 0
+        sender.send("small", full_cache(num_heads=2))
+
+
+def test_x03_parts_with_different_layer_counts_do_not_become_one_cache(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=1, namespace=namespace)
+    with stages(route, transport) as (senders, [receiver]):
+        senders[0].send("req", full_cache(num_heads=1, num_layers=2))
+        senders[1].send("req", full_cache(num_heads=1, num_layers=1))
+        with pytest.raises(RemoteProtocolError, match="source ranks 1 and 0 differ in 1 against 2 layers"):
+            receiver.receive("req", timeout_s=10)
+
+
+def test_x04_parts_of_different_dtype_are_not_promoted(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=1, namespace=namespace)
+    with stages(route, transport) as (senders, [receiver]):
+        senders[0].send("req", full_cache(num_heads=1))
+        senders[1].send("req", full_cache(num_heads=1, dtype=torch.float16))
+        with pytest.raises(RemoteProtocolError, match=r"layer 0: .*float16 against .*float32"):
+            receiver.receive("req", timeout_s=10)
+
+
+def test_parts_with_different_metadata_do_not_become_one_request(namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=1, namespace=namespace)
+    with stages(route, "memory") as (senders, [receiver]):
+        for rank, sender in enumerate(senders):
+            sender.send("req", full_cache(num_heads=1), metadata={"first_token": rank})
+        with pytest.raises(RemoteProtocolError, match="differ in their metadata"):
+            receiver.receive("req", timeout_s=10)
+
+
+def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, namespace):
+    route = one_to_one(namespace)
+    with (
+        KVSender(route, 0, transport=transport, checksum=True) as sender,
+        KVReceiver(route, 0, transport=transport) as receiver,
+    ):
+        sender.send("req", full_cache())
+        kv = receiver.receive("req", timeout_s=10)
+        kv.layers[1].value.view(torch.uint8).view(-1)[3] ^= 1
+        kv.give_back()
+        with pytest.raises(WireError) as caught:
+            receiver.receive("req", timeout_s=10)
+        assert caught.value.reason is WireReason.CHECKSUM
+
+
+# --- a group: all keep, or all drop -------------------------------------------------------------------------------
+
+
+def receive_together(receivers, request_id="req", timeout_s=10.0):
+    with ThreadPoolExecutor(len(receivers)) as pool:
+        return list(pool.map(lambda receiver: receiver.receive_together(request_id, timeout_s=timeout_s), receivers))
+
+
+def test_a_group_that_has_everything_keeps_it(transport, namespace):
+    layers = full_cache()
+    route = Route.tp("a", "b", num_kv_heads=3, from_tp=1, to_tp=3, namespace=namespace)
+    with stages(route, transport, groups=ThreadGroup.create(3)) as (senders, receivers):
+        send_everywhere(senders, layers)
+        for rank, outcome in enumerate(receive_together(receivers)):
+            assert outcome.verdict == "keep"
+            with outcome.require() as kv:
+                assert_same(kv.layers, part(layers, [rank]))
+        assert senders[0].drain(timeout_s=10) == 0
+
+
+def test_d01_one_ranks_miss_drops_the_request_on_every_rank_and_the_next_one_works(transport, namespace):
+    layers = full_cache()
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
+    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
+        senders[0].send("req", part(layers, [0]))
+        outcomes = receive_together(receivers, timeout_s=0.2)
+        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
+        assert outcomes[0].causes == outcomes[1].causes
+        assert "nothing from source rank 1" in outcomes[0].causes[1]
+        for outcome in outcomes:
+            with pytest.raises(Dropped, match="dropped by every rank: rank 1: ReceiveTimeout"):
+                outcome.require()
+        senders[1].send("req", part(layers, [1]))
+        retried = receive_together(receivers)
+        assert [outcome.verdict for outcome in retried] == ["keep", "keep"]
+        for outcome in retried:
+            outcome.require().close()
+
+
+def test_a_drop_can_be_made_final(transport, namespace):
+    layers = full_cache()
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
+    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
+        senders[0].send("req", part(layers, [0]))
+        senders[1].fail("req", "lost")
+        assert [outcome.verdict for outcome in receive_together(receivers)] == ["drop", "drop"]
+        assert [receiver.discard("req") for receiver in receivers] == [1, 0]
+        assert [sender.drain(timeout_s=10) for sender in senders] == [0, 0]
+
+
+def test_x12_ranks_that_hold_different_tokens_do_not_agree(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
+    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
+        for sender, tokens in zip(senders, (3, 99), strict=True):
+            sender.send("req", full_cache(num_tokens=tokens, num_heads=1))
+        outcomes = receive_together(receivers)
+        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
+        assert "99" in str(outcomes[0].causes)
+        assert "3" in str(outcomes[0].causes)
+
+
+def test_an_error_that_nobody_foresaw_is_a_vote_too(namespace, monkeypatch):
+    layers = full_cache()
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
+    with stages(route, "memory", groups=ThreadGroup.create(2)) as (senders, receivers):
+        send_everywhere(senders, layers)
+
+        def out_of_memory(*_args):
+            raise MemoryError("no room on the device")
+
+        monkeypatch.setattr(receivers[1], "_fetch", out_of_memory)
+        outcomes = receive_together(receivers)
+        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
+        assert "MemoryError: no room on the device" in outcomes[0].causes[1]
+
+
+def test_a_rank_whose_peer_never_votes_is_in_doubt_and_keeps_nothing(namespace):
+    from omnikv.config import HandoffConfig
+
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=2, namespace=namespace)
+    config = HandoffConfig(transport="memory", vote_timeout_s=0.1)
+    groups = ThreadGroup.create(2)
+    with KVSender(route, 0, config=config) as sender, KVReceiver(route, 0, group=groups[0], config=config) as receiver:
+        sender.send("req", full_cache(num_heads=2))
+        with pytest.raises(VerdictInDoubt):
+            receiver.receive_together("req", timeout_s=0.1)
+        receiver.receive("req", timeout_s=10).close()
+
+
+def test_receiving_together_needs_a_group(namespace):
+    with stages(one_to_one(namespace), "memory") as (_, [receiver]), pytest.raises(ConfigError, match="pass group="):
+        receiver.receive_together("req")
+
+
+def test_many_requests_from_many_threads_do_not_mix(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=1, namespace=namespace)
+    requests = [f"r{number}" for number in range(40)]
+    with stages(route, transport) as (senders, [receiver]), ThreadPoolExecutor(8) as pool:
+
+        def send(job):
+            sender, request_id = job
+            tokens = int(request_id[1:]) + 1
+            sender.send(request_id, part(full_cache(num_tokens=tokens, num_heads=2), [sender.rank]))
+
+        def receive(request_id):
+            with receiver.receive(request_id, timeout_s=60) as kv:
+                assert_same(kv.layers, full_cache(num_tokens=int(request_id[1:]) + 1, num_heads=2))
+
+        received = [pool.submit(receive, request_id) for request_id in requests[:4]]
+        sent = pool.map(send, [(sender, request_id) for request_id in requests for sender in senders])
+        received += [pool.submit(receive, request_id) for request_id in requests[4:]]
+        list(sent)
+        for job in received:
+            job.result(timeout=60)
+        assert [sender.drain(timeout_s=10) for sender in senders] == [0, 0]
+
+
+def test_closing_leaves_no_thread(transport, namespace):
+    before = set(threading.enumerate())
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", full_cache())
+        receiver.receive("req", timeout_s=10).close()
+    assert set(threading.enumerate()) - before == set()
