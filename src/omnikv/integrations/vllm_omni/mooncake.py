@@ -47,7 +47,8 @@ class MooncakeTransferEngineConnector:
         self.sender_host: str | None = config.get("sender_host")
         self.sender_zmq_port: int | None = config.get("sender_zmq_port")
         self._sender_endpoints: dict[int, tuple[str, int]] = {}
-        self._sockets_of_thread = threading.local()
+        # By thread and address, for a REQ socket must not be shared between threads.
+        self._sockets: dict[tuple[threading.Thread, str], Any] = {}
         self._lock = threading.Lock()
         self._context: Any = None
         self._closed = False
@@ -120,42 +121,43 @@ class MooncakeTransferEngineConnector:
         except ImportError as error:
             message = "asking a Mooncake sender needs pyzmq: pip install pyzmq"
             raise TransportUnavailable(message, transport=_NAME, endpoint=zmq_addr) from error
-        sockets = self._sockets()
-        if zmq_addr not in sockets:
-            with self._lock:
-                if self._closed:
-                    message = "this Mooncake connector is closed; make a new one"
-                    raise TransportUnavailable(message, transport=_NAME, endpoint=zmq_addr)
+        with self._lock:
+            if self._closed:
+                message = "this Mooncake connector is closed; make a new one"
+                raise TransportUnavailable(message, transport=_NAME, endpoint=zmq_addr)
+            mine = (threading.current_thread(), zmq_addr)
+            if mine not in self._sockets:
+                self._close_sockets_of_ended_threads()
                 self._context = self._context or zmq.Context()
-                socket = self._context.socket(zmq.REQ)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(zmq_addr)
-            sockets[zmq_addr] = socket
-        socket = sockets[zmq_addr]
+                socket = self._sockets[mine] = self._context.socket(zmq.REQ)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(zmq_addr)
+            socket = self._sockets[mine]
         socket.setsockopt(zmq.SNDTIMEO, timeout_ms)
         socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
         return socket
 
     def _invalidate_req_socket(self, zmq_addr: str) -> None:
         """Nothing; the next query of this thread to `zmq_addr` connects anew."""
-        socket = self._sockets().pop(zmq_addr, None)
+        with self._lock:
+            socket = self._sockets.pop((threading.current_thread(), zmq_addr), None)
         if socket is not None:
             socket.close(linger=0)
 
-    def _sockets(self) -> dict[str, Any]:
-        sockets: dict[str, Any] | None = getattr(self._sockets_of_thread, "by_address", None)
-        if sockets is None:
-            sockets = self._sockets_of_thread.by_address = {}
-        return sockets
+    def _close_sockets_of_ended_threads(self) -> None:
+        for thread, zmq_addr in [key for key in self._sockets if not key[0].is_alive()]:
+            self._sockets.pop((thread, zmq_addr)).close(linger=0)
 
     def close(self) -> None:
         """Nothing; closes every thread's sockets. Call it when no query is under way. Idempotent."""
         with self._lock:
             self._closed = True
+            sockets, self._sockets = self._sockets, {}
             context, self._context = self._context, None
-        self._sockets_of_thread = threading.local()
+        for socket in sockets.values():
+            socket.close(linger=0)
         if context is not None:
-            context.destroy(linger=0)
+            context.term()
 
 
 def _read_answer(answer: bytes, get_key: str, host: str, port: int) -> SenderMetadata:
