@@ -1,11 +1,26 @@
 """Messages between peers, as msgspec structs: what goes over a control channel and nothing else.
 
-Every struct is frozen and refuses unknown fields of the wrong type when decoded; none can carry code.
+Every struct is frozen and refuses unknown fields of the wrong type when decoded; none can carry code. The messages of
+a pair of transports are tagged arrays on the wire, one a packet: the first element names the message, fields follow in
+their order, and a later version may only append fields.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+# Said in every Hello; peers of different versions refuse each other.
+PROTOCOL_VERSION = 1
+# The longest packet of the control channel; longer ones are refused unread.
+MAX_MESSAGE_NBYTES = 65536
+# The longest cause or reason that is sent; longer ones are cut.
+MAX_REASON_CHARS = 4096
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 
 class QueryRequest(msgspec.Struct, frozen=True):
@@ -26,3 +41,98 @@ class QueryResponse(msgspec.Struct, frozen=True):
 INFO_NOT_FOUND = b"info_not_found"
 # Opens a QueryRequest, so that a listener can tell it from a pull request (vllm-omni's mooncake connector).
 QUERY_INFO = b"query_info"
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Opens a connection, from both sides: who speaks, and what it holds for true of the pair.
+
+    `incarnation` differs for each life of a rank, so that a restarted peer is told from its earlier self.
+    """
+
+    version: Count
+    namespace: Name
+    from_stage: Name
+    to_stage: Name
+    replica: Count
+    side: Annotated[str, msgspec.Meta(max_length=16)]
+    rank: Count
+    pid: Count
+    incarnation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    facts: dict[str, str]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The speaker will not deal with this peer, in plain words."""
+
+    reason: Reason
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """A target asks for a payload; edge and ranks follow from the connection.
+
+    A `patient` ask is remembered until it is answered or taken back, any other is answered at once.
+    """
+
+    ask: Count
+    transfer_id: Name
+    role: Name
+    attempt: Count
+    patient: bool
+
+
+class Unwant(msgspec.Struct, frozen=True, array_like=True, tag="unwant"):
+    """A target takes an ask back; an answer that crosses this is given back by its receiver."""
+
+    ask: Count
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True, tag="segment"):
+    """A source shares a stretch of memory of `nbytes`; its descriptor travels with this message."""
+
+    segment: Count
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Retired(msgspec.Struct, frozen=True, array_like=True, tag="retired"):
+    """A source will not use a segment again; its number is never given to another."""
+
+    segment: Count
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Answers an ask: the payload lies there, leased to the asker as `lease`."""
+
+    ask: Count
+    lease: Count
+    segment: Count
+    offset: Count
+    nbytes: Count
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Answers an ask: the payload will not come, and why."""
+
+    ask: Count
+    cause: Reason
+
+
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag="absent"):
+    """Answers an ask that is not patient: the payload is not there yet."""
+
+    ask: Count
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """A target used what it leased; the source may reuse the room."""
+
+    lease: Count
+
+
+class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
+    """A target gives a lease back unread; the payload is as ready as before."""
+
+    lease: Count
+
+
+ToSource = Hello | Refused | Want | Unwant | Ack | Return
+ToTarget = Hello | Refused | Segment | Retired | Ready | Failed | Absent

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from omnikv.core.keys import PayloadId
+from omnikv.core.messages import Hello
 from omnikv.errors import ConfigError
 from omnikv.transports.base import Endpoint, Side
 
@@ -16,6 +17,22 @@ def fact_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[
         for name in sorted({*here, *there})
         if here.get(name) != there.get(name)
     ]
+
+
+def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str | None:
+    """Why the two may not deal with each other, each difference in words, or None when they may."""
+    fields = ("version", "namespace", "from_stage", "to_stage", "replica")
+    here = {field.replace("_", " "): str(getattr(own, field)) for field in fields}
+    there = {field.replace("_", " "): str(getattr(peer, field)) for field in fields}
+    differences = fact_differences(here, there)
+    wanted = "target" if own.side == "source" else "source"
+    if peer.side != wanted:
+        differences.append(f"side: here {own.side} waits for a {wanted}, there {peer.side}")
+    elif peer.rank not in peer_ranks:
+        known = sorted(peer_ranks)
+        differences.append(f"peer ranks: {own.side} rank {own.rank} deals with {known}, not with rank {peer.rank}")
+    differences += fact_differences(own.facts, peer.facts)
+    return "; ".join(differences) or None
 
 
 def describe(endpoint: Endpoint) -> str:

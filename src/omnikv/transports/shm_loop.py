@@ -1,0 +1,319 @@
+"""The one thread of a shm transport: it listens, knocks on peers, greets them, and passes on what they say.
+
+Both sides say Hello at once on every connection and judge the other's. A link is *ready* when the peer's Hello fits; it
+is *refused* when it does not, or when the peer says so. Refused links stay open and silent, so that the reason stands
+exactly as long as the peer that gave it. Links that are not ready are few: beyond a bound the oldest is closed.
+
+The thread sleeps in `select` without a timeout, except while something that the system refused for the moment (a full
+backlog, no descriptor left) is to be tried again.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from omnikv.core.messages import MAX_MESSAGE_NBYTES, MAX_REASON_CHARS, Hello, Refused
+from omnikv.errors import ConnectError, RemoteProtocolError
+from omnikv.transports.base import Endpoint
+from omnikv.transports.pairing import describe, hello_mismatch
+from omnikv.transports.shm_address import is_same_user, listen, open_socket, peer_of, rank_address
+from omnikv.transports.shm_link import Link
+
+MAX_UNREADY_LINKS = 64
+RETRY_S = 0.02
+
+log = logging.getLogger("omnikv.shm")
+
+
+class Knock(enum.Enum):
+    """What came of knocking on a peer's address."""
+
+    ANSWERED = "answered"
+    NOBODY = "nobody"
+    BUSY = "busy"
+
+
+class Role(Protocol):
+    """What a source or target does with its links; called with the transport's lock held."""
+
+    decoder: msgspec.msgpack.Decoder[Any]
+
+    def link_ready(self, link: Link) -> None:
+        """The peer's Hello fits."""
+
+    def link_refused(self, link: Link) -> None:
+        """One side refuses the other; `link.refusal` says why."""
+
+    def link_gone(self, link: Link) -> None:
+        """The connection ended."""
+
+    def handle(self, link: Link, message: Any, fds: list[int]) -> None:
+        """A ready peer said something. Descriptors are closed afterwards."""
+
+    def stopped(self, error: BaseException | None) -> None:
+        """The thread ends, by `close` (None) or by an error."""
+
+
+class LinkLoop:
+    """Listens for the peers of `endpoint` and keeps the links to them.
+
+    Raises:
+        TransportError: another process serves this rank.
+    """
+
+    def __init__(self, endpoint: Endpoint, hello: Hello, role: Role, lock: threading.Lock) -> None:
+        self.counters: dict[str, int] = {}
+        self._endpoint = endpoint
+        self._hello = hello
+        self._role = role
+        self._lock = lock
+        self._unready: dict[Link, None] = {}
+        self._ready: set[Link] = set()
+        self._redial: set[int] = set()
+        self._retry_at: float | None = None
+        self._logged: set[str] = set()
+        self._closing = False
+        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
+        self._listener = listen(endpoint)
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        name = f"omnikv-shm-{endpoint.side}-{endpoint.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is served any more: after `close`, or after an error that was logged."""
+        return self._closing
+
+    def start(self) -> None:
+        """Nothing; starts the thread and knocks on every peer. Call once, without the lock."""
+        self._thread.start()
+        with self._lock:
+            for rank in self._endpoint.peer_ranks:
+                self._knock_quietly(rank)
+
+    def knock(self, rank: int) -> Knock:
+        """What came of connecting to peer `rank`; a connection that is being greeted counts as answered.
+
+        Raises:
+            ConnectError: another user's process holds the peer's address.
+        """
+        if any(link.rank == rank for link in self._unready):
+            return Knock.ANSWERED
+        address = rank_address(self._endpoint.edge, "target" if self._endpoint.side == "source" else "source", rank)
+        connection = open_socket()
+        try:
+            connection.connect(address)
+        except BlockingIOError:
+            connection.close()
+            self._redial.add(rank)
+            self._retry_soon()
+            return Knock.BUSY
+        except OSError:
+            connection.close()
+            return Knock.NOBODY
+        peer = peer_of(connection)
+        if not is_same_user(peer):
+            connection.close()
+            raise self._foreign(rank, peer.pid, peer.uid)
+        self._adopt(connection, rank)
+        return Knock.ANSWERED
+
+    def forget(self, link: Link) -> None:
+        """Nothing; ends `link` and tells the role. Idempotent."""
+        if link not in self._ready and link not in self._unready:
+            return
+        self._ready.discard(link)
+        self._unready.pop(link, None)
+        if link.was_stuck:
+            self.count("stuck_peers", f"peer rank {link.rank} (pid {link.credentials.pid}) reads nothing: cut off")
+        self._selector.unregister(link.connection)
+        link.close()
+        self._role.link_gone(link)
+
+    def count(self, kind: str, text: str) -> None:
+        """Nothing; counts an event of `kind`, and logs the first one of each kind with its `text`."""
+        self.counters[kind] = self.counters.get(kind, 0) + 1
+        level = logging.DEBUG if kind in self._logged else logging.WARNING
+        self._logged.add(kind)
+        log.log(level, "shm: %s: %s", describe(self._endpoint), text)
+
+    def close(self) -> None:
+        """Nothing; ends every link and the thread. Idempotent; call without the lock."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._serve():
+                pass
+        except Exception as caught:  # edge: top of the transport's thread; whoever waits must be told
+            log.exception("shm: %s: its thread ends", describe(self._endpoint))
+            error = caught
+        with self._lock:
+            self._closing = True
+            self._tear_down(error)
+
+    def _serve(self) -> bool:
+        with self._lock:
+            retry_at = self._retry_at
+        timeout_s = None if retry_at is None else max(0.0, retry_at - time.monotonic())
+        events = self._selector.select(timeout_s)
+        with self._lock:
+            for key, mask in events:
+                if isinstance(key.data, Link):
+                    self._turn(key.data, mask)
+                elif key.data is not None:
+                    key.data()
+                else:
+                    os.eventfd_read(self._wake_fd)
+            if self._retry_at is not None and time.monotonic() >= self._retry_at:
+                self._retry()
+            return not self._closing
+
+    def _tear_down(self, error: BaseException | None) -> None:
+        links = [*self._ready, *self._unready]
+        for link in links:
+            link.flush()
+        # Before the links end, so that whoever waits hears of this end's closing and not of its peers'.
+        self._role.stopped(error)
+        for link in links:
+            self.forget(link)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_fd)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_UNREADY_LINKS):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                self.count("accept_failed", f"cannot accept a connection ({error.strerror}); trying again")
+                self._selector.unregister(self._listener)
+                self._retry_soon()
+                return
+            connection.setblocking(False)
+            peer = peer_of(connection)
+            if is_same_user(peer):
+                self._adopt(connection, None)
+            else:
+                connection.close()
+                self.count("refused_foreign_user", f"user {peer.uid} (pid {peer.pid}) knocked and was turned away")
+
+    def _adopt(self, connection: socket.socket, rank: int | None) -> None:
+        while len(self._unready) >= MAX_UNREADY_LINKS:
+            self.count("evicted", f"more than {MAX_UNREADY_LINKS} connections without a Hello: the oldest is closed")
+            self.forget(next(iter(self._unready)))
+        link = Link(connection, rank, self._role.decoder, self._watch)
+        self._unready[link] = None
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        link.send(self._hello)
+
+    def _watch(self, link: Link) -> None:
+        if link in self._ready or link in self._unready:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_queue else 0)
+            self._selector.modify(link.connection, wanted, link)
+
+    def _turn(self, link: Link, mask: int) -> None:
+        if link not in self._ready and link not in self._unready:
+            return
+        if mask & selectors.EVENT_WRITE:
+            link.flush()
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            for message, fds in link.receive(self._buffer):
+                try:
+                    self._dispatch(link, message, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except RemoteProtocolError as error:
+            who = f"peer rank {link.rank}" if link.peer else "a stranger"
+            self.count("refused_message", f"{who} (pid {link.credentials.pid}) is refused: {error}")
+            link.send(Refused(str(error)[:MAX_REASON_CHARS]))
+            self.forget(link)
+        if link.is_over:
+            self.forget(link)
+
+    def _dispatch(self, link: Link, message: Any, fds: list[int]) -> None:
+        if isinstance(message, Hello):
+            self._greet(link, message)
+        elif isinstance(message, Refused):
+            self._refuse(link, link.refusal or f"it says: {message.reason}")
+        elif link.is_ready:
+            self._role.handle(link, message, fds)
+        elif link.peer is None:
+            raise RemoteProtocolError(f"{type(message).__name__} came before Hello")
+
+    def _greet(self, link: Link, peer: Hello) -> None:
+        if link.peer is not None or (link.rank is not None and link.rank != peer.rank):
+            raise RemoteProtocolError(f"an unexpected Hello of rank {peer.rank}")
+        link.peer, link.rank = peer, peer.rank
+        reason = hello_mismatch(self._hello, peer, self._endpoint.peer_ranks)
+        if reason is not None:
+            self.count("refused_peers", f"{peer.side} rank {peer.rank} (pid {peer.pid}) does not fit: {reason}")
+            link.send(Refused(reason[:MAX_REASON_CHARS]))
+            self._refuse(link, reason)
+        elif link.refusal is None:
+            del self._unready[link]
+            self._ready.add(link)
+            link.is_ready = True
+            self._role.link_ready(link)
+
+    def _refuse(self, link: Link, reason: str) -> None:
+        link.refusal = reason
+        link.is_ready = False
+        self._ready.discard(link)
+        self._unready[link] = None
+        self._role.link_refused(link)
+
+    def _foreign(self, rank: int, pid: int, uid: int) -> ConnectError:
+        text = f"the address of peer rank {rank} is held by process {pid} of another user (uid {uid})"
+        self.count("refused_foreign_user", text)
+        return ConnectError(
+            f"shm: {describe(self._endpoint)}: {text}; both stages must run as the same user",
+            transport="shm",
+            rank=rank,
+        )
+
+    def _retry_soon(self) -> None:
+        if self._retry_at is None:
+            self._retry_at = time.monotonic() + RETRY_S
+            self._wake()
+
+    def _retry(self) -> None:
+        self._retry_at = None
+        if self._listener.fileno() not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        ranks, self._redial = self._redial, set()
+        for rank in ranks:
+            self._knock_quietly(rank)
+
+    def _knock_quietly(self, rank: int) -> None:
+        try:
+            self.knock(rank)
+        except ConnectError as error:
+            # Counted and logged by then, and said again to whoever asks for a payload of that rank.
+            log.debug("%s", error)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
