@@ -229,11 +229,13 @@ def _aligned(nbytes: int) -> int:
 
 
 def tensor_nbytes(shape: Sequence[int], item_size: int) -> int | None:
-    """The bytes of a contiguous tensor, or None when it is over the limits."""
-    # A zero dimension hides no overflow: strides are computed from the others.
-    if len(shape) > MAX_DIMS or math.prod(size or 1 for size in shape) * item_size > MAX_INTEGER:
+    """The bytes of a contiguous tensor with these sizes, none negative, or None when it is over the limits."""
+    if len(shape) > MAX_DIMS:
         return None
-    return math.prod(shape) * item_size
+    nbytes = math.prod(shape) * item_size
+    # A zero size hides no overflow: strides are computed from the others.
+    bound = nbytes or math.prod([size or 1 for size in shape]) * item_size
+    return nbytes if bound <= MAX_INTEGER else None
 
 
 def _require_request_id(request_id: object) -> None:

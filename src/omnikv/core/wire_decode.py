@@ -171,7 +171,7 @@ def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]
     spans: list[TensorSpan] = []
     present: dict[tuple[Kind, int], bool] = {}
     for entry in entries:
-        fields = _object(entry, '"td" entry')
+        fields = _object(entry, 'an entry of "td"')
         kind, layer = _read_name(fields, num_layers)
         if (kind, layer) in present:
             _refuse(WireReason.DUPLICATE_LAYER, f"the {kind} of layer {layer} is listed twice")
@@ -207,21 +207,23 @@ def _read_name(fields: dict[str, Any], num_layers: int) -> tuple[Kind, int]:
 
 
 def _read_span(fields: dict[str, Any], kind: Kind, layer: int) -> TensorSpan:
-    what = f"the {kind} of layer {layer}"
-    dtype = fields.get("d")
+    # Runs once a tensor: texts are only put together where they are needed.
+    dtype, shape, offset, nbytes = fields.get("d"), fields.get("s"), fields.get("o"), fields.get("b")
     item_size = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
     if not isinstance(dtype, str) or item_size is None:
-        _refuse(WireReason.DTYPE, f"{what} has an unknown dtype {show(dtype)}; known are {', '.join(ITEM_SIZES)}")
-    shape = fields.get("s")
-    if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MAX_INTEGER for size in shape):
-        _refuse(WireReason.SHAPE, f"{what} must have a shape of integers from 0 on, got {show(shape)}")
+        known = ", ".join(ITEM_SIZES)
+        _refuse(WireReason.DTYPE, f"the {kind} of layer {layer} has the unknown dtype {show(dtype)}; known are {known}")
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has a shape that is no list of sizes: {show(shape)}")
     expected = tensor_nbytes(shape, item_size)
     if expected is None:
-        _refuse(WireReason.SHAPE, f"{what} has shape {show(shape)}: over {MAX_DIMS} dimensions or {MAX_INTEGER} bytes")
-    nbytes = _integer(fields.get("b"), f'"b" of {what}', WireReason.SHAPE)
-    if nbytes != expected:
-        _refuse(WireReason.SHAPE, f"{what} states {nbytes} bytes, but shape {show(shape)} of {dtype} takes {expected}")
-    offset = _integer(fields.get("o"), f'"o" of {what}', WireReason.SPAN_OUT_OF_RANGE)
+        limits = f"over {MAX_DIMS} dimensions or {MAX_INTEGER} bytes"
+        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has shape {show(shape)}: {limits}")
+    if type(nbytes) is not int or nbytes != expected:
+        stated = f"states {show(nbytes)} bytes, but shape {show(shape)} of {dtype} takes {expected}"
+        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} {stated}")
+    if type(offset) is not int or not 0 <= offset <= MAX_INTEGER:
+        _refuse(WireReason.SPAN_OUT_OF_RANGE, f"the {kind} of layer {layer} begins at no byte: {show(offset)}")
     return TensorSpan(kind, layer, dtype, tuple(shape), offset, nbytes)
 
 
