@@ -1,0 +1,90 @@
+"""`python -m omnikv.bench same-host --sizes 64,256 --json FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from omnikv.bench.report import BAR_SIZE_MIB, judge, to_json, to_text
+from omnikv.bench.same_host import measure_size, measure_wake_up, receiving_process
+from omnikv.bench.workload import Workload
+from omnikv.errors import OmniKVError
+
+EXIT_OK, EXIT_BAR_MISSED, EXIT_FAILED = 0, 1, 2
+MIN_ROUNDS = 5
+MIN_TRIES = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 1 where content was wrong or `--check` found a missed bar, or 2 where it could not run."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.check and BAR_SIZE_MIB not in options.sizes:
+        parser.error(f"--check needs {BAR_SIZE_MIB} among --sizes: the bars are set for it")
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        return run_same_host(options, " ".join(["python -m omnikv.bench", *given]))
+    except OmniKVError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_FAILED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m omnikv.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    same_host = commands.add_parser("same-host", help="two processes on this host over shared memory")
+    same_host.add_argument("--sizes", type=_sizes, default=(64, 256), help="payloads in MiB, e.g. 64,256")
+    same_host.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=7, help="counted rounds a size, 5 or more")
+    same_host.add_argument("--wake-ups", type=_at_least(MIN_TRIES), default=300, help="wake-ups timed, 200 or more")
+    same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
+    same_host.add_argument("--json", type=Path, help="also write everything measured to this file")
+    same_host.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
+    return parser
+
+
+def run_same_host(options: argparse.Namespace, command: str) -> int:
+    """The exit status, after measuring, printing and writing what was asked for.
+
+    Raises:
+        OmniKVError: the handoff failed.
+    """
+    torch.set_num_threads(options.threads)
+    sizes = []
+    for size in options.sizes:
+        # A fresh receiver a size: what one size left in its memory must not hide what the next one takes.
+        with receiving_process(options.threads) as pipe:
+            sizes.append(measure_size(pipe, Workload(size_mib=size), options.rounds))
+    with receiving_process(options.threads) as pipe:
+        wake_up = measure_wake_up(pipe, options.wake_ups)
+    sys.stdout.write(to_text(sizes, wake_up, command))
+    if options.json is not None:
+        options.json.write_text(json.dumps(to_json(sizes, wake_up, command), indent=2) + "\n")
+    missed = options.check and not all(bar.passed for bar in judge(sizes, wake_up))
+    wrong = not all(result.content_ok for result in sizes)
+    return EXIT_BAR_MISSED if missed or wrong else EXIT_OK
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_at_least(1)(part) for part in text.split(","))
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {number}")
+        return number
+
+    # argparse names the type where the text is no number at all.
+    parse.__name__ = "whole number"
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())
