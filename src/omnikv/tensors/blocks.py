@@ -15,6 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -38,6 +39,9 @@ __all__ = [
     "normalize_layer_kv",
     "scatter_into_blocks",
 ]
+
+# `(first head in the output, first head in the blocks, how many)`.
+HeadRun: TypeAlias = "tuple[int, int, int]"
 
 _IDS_SHOWN = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -90,11 +94,10 @@ class PagedKV:
                 f"head positions {list(head_positions)} must be one or more different ones of the "
                 f"{self.num_heads} KV heads that these caches hold"
             )
+        # Runs of neighbouring heads move together: where a run starts in the output and in the blocks, and its length.
+        runs = tuple((at, head_positions[at], length) for at, length in head_runs(head_positions))
         return [
-            LayerSource(
-                BlockSource(key, self._span, head_positions),
-                BlockSource(value, self._span, head_positions),
-            )
+            LayerSource(BlockSource(key, self._span, runs), BlockSource(value, self._span, runs))
             for key, value in self._layers
         ]
 
@@ -104,15 +107,17 @@ class BlockSource:
 
     __slots__ = ("_blocks", "_runs", "_span", "dtype", "shape")
 
-    def __init__(self, blocks: torch.Tensor, span: _TokenSpan, head_positions: tuple[int, ...]) -> None:
+    def __init__(self, blocks: torch.Tensor, span: _TokenSpan, head_runs: tuple[HeadRun, ...]) -> None:
         self._blocks = blocks
         self._span = span
-        # Runs of neighbouring heads move together: where a run starts in the output and in the blocks, and its length.
-        self._runs = [(at, head_positions[at], length) for at, length in head_runs(head_positions)]
+        self._runs = head_runs
         self.dtype = blocks.dtype
-        self.shape = (span.num_tokens, len(head_positions), blocks.shape[3])
+        self.shape = (span.num_tokens, sum(length for _, _, length in head_runs), blocks.shape[3])
 
     def write_into(self, out: torch.Tensor) -> None:
+        if self._runs == ((0, 0, self._blocks.shape[2]),):
+            self._gather(self._blocks, out)
+            return
         for at, start, length in self._runs:
             self._gather(self._blocks.narrow(2, start, length), out.narrow(1, at, length))
 
