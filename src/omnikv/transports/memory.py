@@ -225,6 +225,7 @@ class MemoryTransport(Transport):
     def publish(self, entry: Entry[memoryview]) -> None:
         """Nothing; for this transport's slots."""
         with self._exchange.changed:
+            self._require_open()
             self._ledger.publish(entry)
             self._exchange.changed.notify_all()
 

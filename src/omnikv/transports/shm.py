@@ -75,7 +75,7 @@ class ShmTransport(Transport):
         self._target: ShmTarget | None = None
         role: ShmSource | ShmTarget
         if endpoint.side == "source":
-            role = self._source = ShmSource(endpoint, self._pool, self._lock)
+            role = self._source = ShmSource(endpoint, self._pool, self._lock, self._require_open)
         else:
             role = self._target = ShmTarget(endpoint, self._lock, self._require_open)
         hello = _hello_of(endpoint, incarnation or os.urandom(16).hex())
@@ -140,7 +140,6 @@ class ShmTransport(Transport):
     def _as_source(self, payload: PayloadId) -> ShmSource:
         require_payload(self.name, self._endpoint, payload, "source")
         assert self._source is not None
-        self._require_open()
         return self._source
 
     def _require_open(self) -> None:

@@ -109,7 +109,7 @@ class LinkLoop:
         Raises:
             ConnectError: another user's process holds the peer's address.
         """
-        if any(link.rank == rank for link in self._unready):
+        if self.is_greeting(rank):
             return Knock.ANSWERED
         address = rank_address(self._endpoint.edge, "target" if self._endpoint.side == "source" else "source", rank)
         connection = open_socket()
@@ -129,6 +129,10 @@ class LinkLoop:
             raise self._foreign(rank, peer.pid, peer.uid)
         self._adopt(connection, rank)
         return Knock.ANSWERED
+
+    def is_greeting(self, rank: int) -> bool:
+        """Whether a connection to peer `rank` is up whose greeting has not ended."""
+        return any(link.rank == rank and link.refusal is None for link in self._unready)
 
     def forget(self, link: Link) -> None:
         """Nothing; ends `link` and tells the role. Idempotent."""
@@ -249,7 +253,8 @@ class LinkLoop:
         except RemoteProtocolError as error:
             who = f"peer rank {link.rank}" if link.peer else "a stranger"
             self.count("refused_message", f"{who} (pid {link.credentials.pid}) is refused: {error}")
-            link.send(Refused(str(error)[:MAX_REASON_CHARS]))
+            link.refusal = str(error)
+            link.send(Refused(link.refusal[:MAX_REASON_CHARS]))
             self.forget(link)
         if link.is_over:
             self.forget(link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -61,11 +62,12 @@ class ShmSource:
 
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToSource)
 
-    def __init__(self, endpoint: Endpoint, pool: Pool, lock: threading.Lock) -> None:
+    def __init__(self, endpoint: Endpoint, pool: Pool, lock: threading.Lock, require_open: Callable[[], None]) -> None:
         self.loop: LinkLoop
         self._endpoint = endpoint
         self._pool = pool
         self._lock = lock
+        self._require_open = require_open
         self._settled = threading.Condition(lock)
         self._ledger: Ledger[Room] = Ledger("shm", pool.give)
         # Who waits for a payload, first come first served; and by link and ask, for asks that are taken back.
@@ -76,6 +78,7 @@ class ShmSource:
     def reserve(self, payload: PayloadId, nbytes: int) -> ShmSlot:
         """Room for a payload; the pool may grow outside the lock."""
         with self._lock:
+            self._require_open()
             entry = self._ledger.reserve(payload, nbytes)
         try:
             room = self._pool.take(nbytes)
@@ -94,6 +97,7 @@ class ShmSource:
     def publish(self, entry: Entry[Room]) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""
         with self._lock:
+            self._require_open()
             self._ledger.publish(entry)
             self._serve(entry.payload)
 
@@ -105,6 +109,7 @@ class ShmSource:
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell every receiver that waits, and remember it for those who ask later."""
         with self._lock:
+            self._require_open()
             self._ledger.fail(payload, cause)
             self._serve(payload)
             self._settled.notify_all()

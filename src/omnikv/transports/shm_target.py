@@ -168,8 +168,8 @@ class ShmTarget:
         self._drop(link)
         for ask in self._asks_of(link.rank):
             if ask.link is link:
-                ask.settle(error=self._lost(link, ask.payload))
-            elif ask.link is None and not ask.is_patient:
+                ask.settle(error=self._refusal(link, ask.payload) if link.refusal else self._lost(link, ask.payload))
+            elif ask.link is None and not ask.is_patient and not self.loop.is_greeting(link.rank):
                 ask.settle(is_absent=True)
 
     def handle(self, link: Link, message: Any, fds: list[int]) -> None:
@@ -202,11 +202,11 @@ class ShmTarget:
         """When the ask is to be given up, after it was sent or its source was knocked on."""
         rank = ask.payload.source_rank
         link, refused = self._sources.get(rank), self._refused.get(rank)
+        if refused is not None:
+            raise self._refusal(refused, ask.payload)
         if link is not None:
             self._send(link, ask)
-        elif refused is not None:
-            raise self._refusal(refused, ask.payload)
-        elif self.loop.knock(rank) is not Knock.ANSWERED and not ask.is_patient:
+        if ask.link is None and self.loop.knock(rank) is not Knock.ANSWERED and not ask.is_patient:
             ask.settle(is_absent=True)
         return deadline if ask.is_patient else time.monotonic() + ANSWER_S
 
@@ -214,6 +214,9 @@ class ShmTarget:
         ask.link = link
         wanted = ask.payload
         link.send(Want(ask.number, wanted.transfer_id, wanted.role, wanted.attempt, ask.is_patient))
+        if link.is_over:
+            # It was dead before it was asked, so this ask is one for its next life.
+            ask.link = None
 
     def _take_back(self, ask: _Ask) -> None:
         del self._asks[ask.number]
