@@ -13,7 +13,7 @@ from omnikv.cli.demo.report import print_result
 from omnikv.cli.demo.result import make_result
 
 TOKENS = [5, 6, 7]
-DROPPED = "ProducerFailed: source rank 1 died"
+DROPPED = "rank 0: ProducerFailed: source rank 1 died"
 
 
 def a_rank(role, rank, events, *, killed_at_s=None):
@@ -122,3 +122,7 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are(result):
     assert "sky [bold]blue" in page
     assert "identical   yes" in page
     assert result.ranks[-1].state in page
+
+
+def test_the_page_says_why_a_handoff_was_dropped():
+    assert f"decode {DROPPED}" in printed(a_dropped_result())

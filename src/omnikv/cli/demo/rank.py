@@ -26,6 +26,9 @@ from omnikv.groups.torch_dist import TorchDistGroup
 from omnikv.handoff.api import KVReceiver, KVSender, Outcome
 from omnikv.integrations.transformers import cache_from_layers, layers_from_cache
 
+# The pool touches a whole segment when it makes one; a single request of a small model needs no more than this.
+SHM_OPTIONS = {"segment_nbytes": 4 << 20}
+
 
 def main() -> None:
     """Work on the job that comes over the inherited descriptor, and exit."""
@@ -36,7 +39,7 @@ def main() -> None:
 
 def run_prefill(job: RankJob, channel: RankChannel) -> None:
     """Run the prompt, send this rank's heads to whoever needs them, and stay until they are read."""
-    with KVSender(job.route(), job.rank, transport="shm") as sender:
+    with KVSender(job.route(), job.rank, transport="shm", options=SHM_OPTIONS) as sender:
         engine = _load(job)
         prompt_ids = engine.encode(job.prompt)
         cache, first_token = engine.prefill(prompt_ids)
@@ -52,7 +55,7 @@ def run_prefill(job: RankJob, channel: RankChannel) -> None:
 
 def run_decode(job: RankJob, channel: RankChannel) -> None:
     """Receive this rank's heads and continue the text; when the stage drops them, run the prompt again instead."""
-    with KVReceiver(job.route(), job.rank, transport="shm") as receiver:
+    with KVReceiver(job.route(), job.rank, transport="shm", options=SHM_OPTIONS) as receiver:
         engine = _load(job)
         receiver.group = _lockstep(job)
         channel.tell("ready")

@@ -61,7 +61,8 @@ def _ms_text(figure: float | None) -> str:
 def _verdict_text(result: DemoResult) -> str:
     if result.verdict == "keep":
         return "keep: every decode rank holds its heads of the request"
-    causes = "; ".join(f"decode rank {rank}: {cause}" for rank, cause in sorted(result.causes.items()))
+    # Each cause names its rank already.
+    causes = "\n".join(f"decode {cause}" for _, cause in sorted(result.causes.items(), key=lambda entry: int(entry[0])))
     return f"drop: no decode rank uses any of it, each ran the prompt again\n{causes}"
 
 

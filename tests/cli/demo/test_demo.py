@@ -1,0 +1,88 @@
+"""The whole demo, with real processes, real tensor parallelism and a tiny model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+NUM_TOKENS = 6
+# Per token and head: key and value of 8 float32 in each of 3 layers.
+NBYTES_A_HEAD_AND_TOKEN = 2 * 8 * 4 * 3
+
+
+def run_demo(model_dir, tmp_path, *options):
+    """The exit status, the outcome as JSON and the page."""
+    json_file = tmp_path / "outcome.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "omnikv.cli", "demo", "--model", str(model_dir), "--prompt", "w7 w21 w3 w40"),
+            *("--max-tokens", str(NUM_TOKENS), "--timeout-s", "100", "--json", str(json_file), *options),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    outcome = json.loads(json_file.read_text(encoding="utf-8")) if json_file.exists() else None
+    return done, outcome
+
+
+def rows(outcome, role):
+    return [row for row in outcome["ranks"] if row["role"] == role]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3)])
+def test_the_text_is_that_of_a_single_process(tiny_model_dir, tmp_path, prefill_tp, decode_tp):
+    options = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
+    done, outcome = run_demo(tiny_model_dir, tmp_path, *options)
+
+    assert done.returncode == 0, done.stderr
+    assert "identical   yes" in done.stdout
+    assert outcome["identical"] is True
+    assert outcome["tokens"] == outcome["reference_tokens"]
+    assert len(outcome["tokens"]) == NUM_TOKENS
+    assert outcome["verdict"] == "keep"
+    assert [row["state"] for row in outcome["ranks"]] == ["sent"] * prefill_tp + ["kept"] * decode_tp
+    heads = [[0], [1], [2]]
+    assert [row["heads"] for row in rows(outcome, "prefill")] == (heads if prefill_tp == 3 else [[0, 1, 2]])
+    assert [row["heads"] for row in rows(outcome, "decode")] == (heads if decode_tp == 3 else [[0, 1, 2]])
+    assert outcome["payload_bytes"] == sum(row["nbytes"] for row in rows(outcome, "decode"))
+    assert outcome["payload_bytes"] > 3 * outcome["num_prompt_tokens"] * NBYTES_A_HEAD_AND_TOKEN
+    assert outcome["handoff_ms"] > 0
+
+
+def test_when_a_prefill_rank_is_killed_every_decode_rank_recomputes(tiny_model_dir, tmp_path):
+    done, outcome = run_demo(tiny_model_dir, tmp_path, "--decode-tp", "3", "--kill-rank", "1")
+
+    assert done.returncode == 0, done.stderr
+    assert "killed before it sent" in done.stdout
+    assert outcome["identical"] is True
+    assert len(outcome["tokens"]) == NUM_TOKENS
+    assert (outcome["verdict"], outcome["fallback"]) == ("drop", "recompute")
+    assert [row["state"] for row in rows(outcome, "prefill")] == ["sent", "killed before it sent", "sent"]
+    assert [row["state"] for row in rows(outcome, "decode")] == ["dropped, recomputed the prompt"] * 3
+    assert any("ProducerFailed" in cause for cause in outcome["causes"].values())
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
+    done, outcome = run_demo(tiny_model_dir, tmp_path, "--prefill-tp", "2")
+
+    assert done.returncode == 2
+    assert outcome is None
+    assert "sizes that work: 1, 3" in " ".join(done.stderr.split())
+    assert "Starting" not in done.stderr
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    done, _ = run_demo(tmp_path, tmp_path)
+
+    assert done.returncode == 2
+    assert "holds no model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_outcome_that_could_not_be_written_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
+    done, _ = run_demo(tiny_model_dir, tmp_path, "--json", str(tmp_path / "absent" / "outcome.json"))
+
+    assert done.returncode == 2
+    assert "is no writable directory" in " ".join(done.stderr.split())
