@@ -281,7 +281,8 @@ def corpus() -> dict[str, bytes]:
     groups = {
         "valid": VALID, "truncated": TRUNCATED, "header_too_large": HEADER_TOO_LARGE,
         "header_not_json": HEADER_NOT_JSON, "header_field": HEADER_FIELD, "layer_count": LAYER_COUNT,
-        "tensor_name": TENSOR_NAME, "duplicate_layer": DUPLICATE_LAYER, "missing_layer": MISSING_LAYER, "dtype": DTYPE, "shape": SHAPE,
+        "tensor_name": TENSOR_NAME, "duplicate_layer": DUPLICATE_LAYER, "missing_layer": MISSING_LAYER,
+        "dtype": DTYPE, "shape": SHAPE,
         "span_out_of_range": SPAN_OUT_OF_RANGE, "span_overlap": SPAN_OVERLAP, "span_gap": SPAN_GAP,
         "wrong_request": WRONG_REQUEST, "wrong_rank": WRONG_RANK, "checksum": CHECKSUM,
     }  # fmt: skip
