@@ -1,13 +1,17 @@
 """The benchmark's command: what it measures with two real processes, what it says, and how it exits."""
 
 import json
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from omnikv.bench.__main__ import main
 from omnikv.bench.measure import ExtraMemory, Spread
+from omnikv.bench.receiver import NoticeWakeUps
 from omnikv.bench.report import judge, to_json, to_text
-from omnikv.bench.same_host import SizeResult, WakeUpResult
+from omnikv.bench.same_host import SizeResult, WakeUpResult, measure_wake_up
+from omnikv.errors import TransportError
 
 ONE = Spread(median=1.0, least=0.5, most=2.0)
 QUICK = WakeUpResult(tries=200, p50_us=50.0, p90_us=90.0, max_us=400.0)
@@ -85,6 +89,24 @@ def test_arguments_that_cannot_be_right_are_refused_before_anything_runs(argumen
         main(arguments)
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_receiving_process_that_is_gone_is_an_error_and_not_a_wait():
+    here, there = multiprocessing.Pipe()
+    with here:
+        there.close()
+        with pytest.raises(TransportError, match="receiving process ended early"):
+            measure_wake_up(here, 200)
+
+
+def test_a_receiving_process_that_ends_while_it_is_waited_for_is_an_error():
+    here, there = multiprocessing.Pipe()
+    with here, ThreadPoolExecutor(1) as pool:
+        measuring = pool.submit(measure_wake_up, here, 200)
+        assert isinstance(there.recv(), NoticeWakeUps)
+        there.close()
+        with pytest.raises(TransportError, match="receiving process ended early"):
+            measuring.result()
 
 
 def test_a_small_run_with_two_processes_verifies_the_content_and_writes_the_json(tmp_path, capsys):

@@ -40,6 +40,7 @@ WAKE_UP_WARM_UPS = 10
 WAKE_UP_NBYTES = 4096
 # Long enough for a receiver that said "waiting" to be asleep in its wait.
 SETTLE_S = 0.002
+_ENDED_EARLY = "the benchmark's receiving process ended early; its own error output says why"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def receiving_process(torch_threads: int) -> Iterator[Connection]:
     there.close()
     try:
         yield here
-        here.send(None)
+        _order(here, None)
         process.join(TIMEOUT_S)
     finally:
         here.close()
@@ -136,7 +137,7 @@ def _run_lane(
 ) -> _Lane:
     namespace = f"bench-{os.getpid()}-{workload.size_mib}-{checksum}"
     total = WARM_UP_ROUNDS + rounds
-    pipe.send(ReceiveLane(workload=workload, namespace=namespace, num_requests=total))
+    _order(pipe, ReceiveLane(workload=workload, namespace=namespace, num_requests=total))
     base = reset_peak()
     route = bench_route(namespace, workload.num_heads)
     with KVSender(route, rank=0, transport="shm", options=_room_for(workload), checksum=checksum) as sender:
@@ -187,7 +188,7 @@ def measure_wake_up(pipe: Connection, tries: int) -> WakeUpResult:
     """
     namespace = f"bench-{os.getpid()}-wake-up"
     total = WAKE_UP_WARM_UPS + tries
-    pipe.send(NoticeWakeUps(namespace=namespace, tries=total))
+    _order(pipe, NoticeWakeUps(namespace=namespace, tries=total))
     late_us = []
     with open_transport("shm", wake_up_endpoint(namespace, "source")) as transport:
         for number in range(total):
@@ -205,6 +206,13 @@ def measure_wake_up(pipe: Connection, tries: int) -> WakeUpResult:
     return WakeUpResult(tries=tries, p50_us=deciles[4], p90_us=deciles[8], max_us=max(counted))
 
 
+def _order(pipe: Connection, what: ReceiveLane | NoticeWakeUps | None) -> None:
+    try:
+        pipe.send(what)
+    except OSError as error:
+        raise TransportError(_ENDED_EARLY) from error
+
+
 def _hear(pipe: Connection) -> object:
     """What the receiving process says next."""
     try:
@@ -212,5 +220,5 @@ def _hear(pipe: Connection) -> object:
             said: object = pipe.recv()
             return said
     except (EOFError, OSError) as error:
-        raise TransportError("the benchmark's receiving process ended early; its traceback is above") from error
+        raise TransportError(_ENDED_EARLY) from error
     raise TransportError(f"the benchmark's receiving process said nothing for {TIMEOUT_S} s")

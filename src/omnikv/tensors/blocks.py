@@ -4,6 +4,7 @@
 and the layout. All of it is checked when it is made, so that nothing is sent of a request that is wrong anywhere. Its
 layers are sources (`tensors.kv`): each gathers its blocks straight into the room that a transport gave, so a payload is
 read once and written once. The engine's blocks are not held or locked; the engine must leave them alone until sent.
+On a GPU the gather runs on the current stream, after what the engine queued there.
 
 One `index_select` a tensor does the gather: it copies block by block at the speed of memcpy, uses as many threads as
 torch was told to, and takes strided views, so some heads of a block, or a packed layout, need no temporary either.
