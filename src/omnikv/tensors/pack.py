@@ -166,8 +166,8 @@ class KVCacheTransferData:
             LocalProtocolError: all tensors are on the CPU (a RuntimeError, as published).
             ConfigError: something that a payload cannot hold (see `plan_payload`).
         """
-        tensors = [tensor for name in ("key_cache", "value_cache") for tensor in self.layer_blocks.get(name, ())]
-        devices = (tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor))
+        keys, values = _caches(self.layer_blocks)
+        devices = (tensor.device for tensor in (*keys, *values) if isinstance(tensor, torch.Tensor))
         device = next((device for device in devices if device.type != "cpu"), None)
         if device is None:
             raise LocalProtocolError(
@@ -222,13 +222,26 @@ def _published(payload: DecodedPayload) -> dict[str, Any]:
     }
 
 
-def _as_sources(layer_blocks: Mapping[str, Any]) -> list[LayerSource | None]:
+def _caches(layer_blocks: object) -> tuple[Sequence[object], Sequence[object]]:
+    """The keys and the values, one a layer each."""
+    if not isinstance(layer_blocks, Mapping):
+        raise ConfigError(f"layer_blocks must map key_cache and value_cache to lists, got {show(layer_blocks)}")
     keys, values = layer_blocks.get("key_cache", ()), layer_blocks.get("value_cache", ())
+    if not isinstance(keys, list | tuple) or not isinstance(values, list | tuple):
+        raise ConfigError(
+            f"layer_blocks must map key_cache and value_cache to lists, one tensor or None a layer, got "
+            f"{type(keys).__name__} and {type(values).__name__}"
+        )
     if len(keys) != len(values):
         raise ConfigError(
             f"layer_blocks has {len(keys)} layers in key_cache and {len(values)} in value_cache: give both for each "
             "layer, or None in both for a layer that is missing"
         )
+    return keys, values
+
+
+def _as_sources(layer_blocks: object) -> list[LayerSource | None]:
+    keys, values = _caches(layer_blocks)
     layers: list[LayerSource | None] = []
     for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
         if key is None and value is None:
