@@ -67,6 +67,7 @@ def to_json(sizes: Sequence[SizeResult], wake_up: WakeUpResult, command: str) ->
             "python": platform.python_version(),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
+            "load_average_1_min": os.getloadavg()[0],
         },
         "sizes": [asdict(result) for result in sizes],
         "wake_up": asdict(wake_up),
@@ -77,7 +78,7 @@ def to_json(sizes: Sequence[SizeResult], wake_up: WakeUpResult, command: str) ->
 def to_text(sizes: Sequence[SizeResult], wake_up: WakeUpResult, command: str) -> str:
     """The same as a table to read: multiples of a warm single-thread memcpy, medians with least and most."""
     lines = [
-        f"{command}   (torch threads: {torch.get_num_threads()}, CPUs: {os.cpu_count()})",
+        f"{command}   (torch threads {torch.get_num_threads()}, CPUs {os.cpu_count()}, load {os.getloadavg()[0]:.1f})",
         "",
         f"{'':34}" + "".join(f"{f'{result.size_mib} MiB':>24}" for result in sizes),
     ]
