@@ -30,9 +30,7 @@ def test_every_needed_head_comes_from_exactly_one_holder_at_the_right_place(case
         return
     got: Counter[tuple[int, int]] = Counter()
     for piece in plan_heads(source, target):
-        for head, at_source, at_target in zip(
-            piece.heads, piece.source_positions, piece.target_positions, strict=True
-        ):
+        for head, at_source, at_target in zip(piece.heads, piece.source_positions, piece.target_positions, strict=True):
             assert source[piece.source_rank][at_source] == head
             assert target[piece.target_rank][at_target] == head
             got[piece.target_rank, head] += 1

@@ -37,7 +37,7 @@ def test_sender_and_receiver_name_the_same_pairs(source, target):
 def test_sizes_that_do_not_divide_are_refused_with_the_way_out(source, target):
     topo = KVTPTopology(source_tp_size=source, target_tp_size=target, local_rank=0)
     for ask in (get_kv_source_ranks, get_kv_target_ranks, validate_kv_tp_topology):
-        with pytest.raises(TopologyError, match="divisible.*explicit head ids"):
+        with pytest.raises(TopologyError, match=r"divisible.*explicit head ids"):
             ask(topo)
 
 
