@@ -1,6 +1,8 @@
 """The whole demo, with real processes, real tensor parallelism and a tiny model."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -86,3 +88,16 @@ def test_an_outcome_that_could_not_be_written_is_refused_before_anything_starts(
 
     assert done.returncode == 2
     assert "is no writable directory" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_stopped_leaves_nothing_behind(tiny_model_dir, tmp_path, number):
+    command = [sys.executable, "-m", "omnikv.cli", "demo", "--model", str(tiny_model_dir)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr.readline().startswith("Starting")
+        process.send_signal(number)
+        process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []

@@ -108,7 +108,8 @@ def _console(*, stderr: bool) -> Console:
 
 
 def _say_error(notes: Console, error: OmniKVError, exit_status: int) -> int:
-    notes.print(Text.assemble(("error: ", "bold red"), str(error)))
+    # Lines stay whole, for the terminal to wrap or a log to keep.
+    notes.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
     return exit_status
 
 

@@ -98,7 +98,7 @@ class RankProcess:
     def log_tail(self) -> str:
         """The last lines that the rank wrote to its standard error or output, indented."""
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:]) or "    (it wrote nothing)"
 
     def end(self) -> None:
         """The process is gone and its end of the channel closed."""
