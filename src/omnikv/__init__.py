@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from omnikv.handoff.api import KVReceiver, KVSender
     from omnikv.tensors.blocks import PagedKV
     from omnikv.tensors.kv import LayerKV
+    from omnikv.tensors.layouts import BlockLayout
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BlockLayout": "omnikv.tensors.layouts",
     "Edge": "omnikv.core.keys",
     "KVReceiver": "omnikv.handoff.api",
     "KVSender": "omnikv.handoff.api",
@@ -27,7 +29,17 @@ _HOMES = {
     "Route": "omnikv.core.reshard",
 }
 
-__all__ = ["Edge", "KVReceiver", "KVSender", "LayerKV", "PagedKV", "PayloadId", "Route", "__version__"]
+__all__ = [
+    "BlockLayout",
+    "Edge",
+    "KVReceiver",
+    "KVSender",
+    "LayerKV",
+    "PagedKV",
+    "PayloadId",
+    "Route",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
