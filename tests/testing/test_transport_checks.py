@@ -1,0 +1,200 @@
+"""The conformance suite bites: transports that break one rule each are caught by the check of that rule."""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+
+from omnikv.core.keys import Edge
+from omnikv.errors import OmniKVError, PutRejected
+from omnikv.testing.conformance import NamedPair, transport_scenarios
+from omnikv.transports.base import Endpoint
+from omnikv.transports.memory import MemoryLease, MemorySlot, MemoryTransport
+
+
+class Consuming(MemoryTransport):
+    """Reading uses up, as released engines do."""
+
+    def end_lease(self, number, holder, *, used):
+        super().end_lease(number, holder, used=True)
+
+
+class Deaf(MemoryTransport):
+    """Looks once and never waits."""
+
+    def get(self, payload, *, deadline):
+        return super().get(payload, deadline=0.0)
+
+
+class Overwriting(MemoryTransport):
+    """The second put wins, silently."""
+
+    def reserve(self, payload, nbytes):
+        try:
+            return super().reserve(payload, nbytes)
+        except PutRejected:
+            self.fail(payload, "overwritten")
+            return super().reserve(payload, nbytes)
+
+
+class Leaking(MemoryTransport):
+    """Room does not come back."""
+
+    def _free(self, block):
+        pass
+
+
+class Silent(MemoryTransport):
+    """A failure is told to nobody."""
+
+    def fail(self, payload, cause):
+        pass
+
+
+class Credulous(MemoryTransport):
+    """Deals with anybody."""
+
+    def _require_alike(self, source):
+        pass
+
+
+class Garbling(MemoryTransport):
+    """Loses the last byte."""
+
+    def get(self, payload, *, deadline):
+        lease = super().get(payload, deadline=deadline)
+        if lease is not None and len(lease.buffer):
+            lease.buffer[-1] ^= 0xFF
+        return lease
+
+
+class Hasty(MemoryTransport):
+    """What is reserved can be read at once."""
+
+    def reserve(self, payload, nbytes):
+        slot = super().reserve(payload, nbytes)
+        slot.publish()
+        return EagerSlot(self, slot._entry, slot.buffer)
+
+
+class EagerSlot(MemorySlot):
+    def publish(self):
+        pass
+
+
+class Forgetful(MemoryTransport):
+    """Leases of a receiver that went are never given back."""
+
+    def close(self):
+        for other in self._exchange.endpoints.values():
+            other._ledger.leave = lambda holder: []
+        super().close()
+
+
+class Miscounting(MemoryTransport):
+    """Says that everything was taken."""
+
+    def drain(self, *, deadline):
+        return 0
+
+
+class Confusing(MemoryTransport):
+    """Knows payloads by their request alone, cut at the first odd character."""
+
+    def reserve(self, payload, nbytes):
+        return super().reserve(shortened(payload), nbytes)
+
+    def get(self, payload, *, deadline):
+        return super().get(shortened(payload), deadline=deadline)
+
+
+def shortened(payload):
+    return type(payload)(
+        edge=payload.edge,
+        transfer_id=payload.transfer_id.split("/")[0][:200],
+        source_rank=payload.source_rank,
+        target_rank=payload.target_rank,
+    )
+
+
+class Dying(MemoryTransport):
+    """Takes the bytes with it when it closes."""
+
+    def get(self, payload, *, deadline):
+        lease = super().get(payload, deadline=deadline)
+        return lease and MortalLease(lease)
+
+
+class MortalLease(MemoryLease):
+    def __init__(self, lease):
+        self._lease = lease
+
+    @property
+    def buffer(self):
+        if self._lease._source._closed:
+            raise OmniKVError("gone with its sender")
+        return self._lease.buffer
+
+    def acknowledge(self):
+        self._lease.acknowledge()
+
+    def release(self):
+        self._lease.release()
+
+
+CAUGHT_BY = {
+    Consuming: "released_is_found_again",
+    Deaf: "get_then_put",
+    Overwriting: "live_identity_is_refused",
+    Leaking: "room_is_never_lost",
+    Silent: "failure_is_told",
+    Credulous: "unlike_facts_are_refused",
+    Garbling: "put_then_get",
+    Hasty: "reserved_is_not_readable",
+    Forgetful: "closing_target_gives_back",
+    Miscounting: "drain_counts",
+    Confusing: "strange_ids_work",
+    Dying: "late_calls_after_close_do_nothing",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOf:
+    """Pairs of a transport class that is in no registry, as a stranger's; closes what a check left open."""
+
+    kind: type
+    stack: contextlib.ExitStack
+    pool_nbytes: int = 1 << 20
+    patience_s: float = 0.5
+    edge: Edge = field(default_factory=lambda: NamedPair(transport="memory").edge)
+
+    def open_source(self, rank, targets, facts):
+        return self._open("source", rank, targets, facts)
+
+    def open_target(self, rank, sources, facts):
+        return self._open("target", rank, sources, facts)
+
+    def _open(self, side, rank, peers, facts):
+        endpoint = Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, facts=facts)
+        transport = self.kind(endpoint, pool_nbytes=self.pool_nbytes)
+        self.stack.callback(transport.close)
+        return transport
+
+
+@pytest.mark.parametrize("kind", CAUGHT_BY, ids=lambda kind: kind.__name__)
+def test_a_transport_that_breaks_a_rule_is_caught_by_its_check(kind):
+    check = dict(transport_scenarios())[CAUGHT_BY[kind]]
+    with contextlib.ExitStack() as stack, pytest.raises((AssertionError, OmniKVError)):
+        check(PairOf(kind=kind, stack=stack))
+
+
+@pytest.mark.parametrize("name", sorted(set(CAUGHT_BY.values())))
+def test_the_same_check_passes_without_the_fault(name):
+    with contextlib.ExitStack() as stack:
+        dict(transport_scenarios())[name](PairOf(kind=MemoryTransport, stack=stack, patience_s=30.0))
+
+
+def test_every_check_has_its_own_name_and_says_what_it_is_about():
+    scenarios = transport_scenarios()
+    assert len({name for name, _ in scenarios}) == len(scenarios) >= 25
+    assert all(check.__doc__ for _, check in scenarios)

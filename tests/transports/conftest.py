@@ -1,0 +1,144 @@
+"""Ends of an edge that no other test uses: in this process, in a process of their own, or as a bare socket."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from omnikv.core.keys import Edge, PayloadId
+from omnikv.core.messages import PROTOCOL_VERSION, Hello
+from omnikv.transports.base import Endpoint
+from omnikv.transports.shm import ShmTransport
+from omnikv.transports.shm_address import open_socket, rank_address
+from omnikv.transports.shm_link import encode
+
+PROGRAM = Path(__file__).with_name("rank_process.py")
+
+
+class RankProcess:
+    """A process that serves one rank; `call` waits for its answer, `begin` and `finish` are its two halves."""
+
+    def __init__(self, namespace, side, rank, peers):
+        arguments = json.dumps([namespace, side, rank, list(peers)])
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.pid = self.call("pid")
+
+    def begin(self, name, *arguments):
+        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def finish(self):
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer, answer
+        return answer["value"]
+
+    def call(self, name, *arguments):
+        self.begin(name, *arguments)
+        return self.finish()
+
+    def kill(self):
+        self.process.kill()
+        self.end()
+
+    def end(self):
+        # A killed process has closed its pipe's other end already.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+class World:
+    """One edge in a namespace of its own, and everything that a test opened on it."""
+
+    def __init__(self, stack):
+        self.edge = Edge(from_stage="prefill", to_stage="decode", namespace=f"test-{secrets.token_hex(8)}")
+        self._stack = stack
+
+    def payload(self, transfer_id, source=0, target=0):
+        return PayloadId(edge=self.edge, transfer_id=transfer_id, source_rank=source, target_rank=target)
+
+    def open(self, side, rank=0, peers=(0,), facts=None, **options):
+        endpoint = Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, facts=facts or {})
+        transport = ShmTransport(endpoint, **options)
+        self._stack.callback(transport.close)
+        return transport
+
+    def spawn(self, side, rank=0, peers=(0,)):
+        process = RankProcess(self.edge.namespace, side, rank, peers)
+        self._stack.callback(process.end)
+        return process
+
+    def hello(self, side, /, **changes):
+        fields = {
+            "version": PROTOCOL_VERSION,
+            "namespace": self.edge.namespace,
+            "from_stage": "prefill",
+            "to_stage": "decode",
+            "replica": 0,
+            "side": side,
+            "rank": 0,
+            "pid": 1,
+            "incarnation": secrets.token_hex(4),
+            "facts": {},
+        }
+        return encode(Hello(**{**fields, **changes}))
+
+    def knock(self, side, rank=0):
+        """A bare connection to an open end, blocking; its Hello is read already."""
+        connection = self._stack.enter_context(open_socket())
+        connection.setblocking(True)
+        connection.connect(rank_address(self.edge, side, rank))
+        assert b"hello" in connection.recv(1 << 17)
+        return connection
+
+    def pose(self, side, rank=0, backlog=16):
+        """A bare listener at the address of a rank."""
+        listener = self._stack.enter_context(open_socket())
+        listener.setblocking(True)
+        listener.bind(rank_address(self.edge, side, rank))
+        listener.listen(backlog)
+        return listener
+
+
+@pytest.fixture
+def world():
+    with contextlib.ExitStack() as stack:
+        yield World(stack)
+
+
+def read_to_the_end(connection: socket.socket) -> list[bytes]:
+    """The packets that a bare connection still gets before its other side ends it."""
+    packets = []
+    while True:
+        try:
+            packet = connection.recv(1 << 17)
+        except ConnectionResetError:
+            continue
+        if not packet:
+            return packets
+        packets.append(packet)
+
+
+@pytest.fixture
+def the_rest_of():
+    return read_to_the_end
+
+
+@pytest.fixture
+def in_thread():
+    """Calls a function in a thread of its own; the result is a future."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit

@@ -1,0 +1,165 @@
+"""What a shm transport holds while open, and that it holds nothing afterwards."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnikv.errors import ConfigError, LocalProtocolError, PutRejected
+from omnikv.transports.shm_pool import PAGE_NBYTES, Pool, memory_limit_nbytes
+
+SOON_S = 60.0
+MIB = 1 << 20
+
+
+def held():
+    """The open descriptors, threads and mapped pools of this process."""
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("omnikv"))
+    mappings = Path("/proc/self/maps").read_text().count("memfd:omnikv")
+    return sorted(os.listdir("/proc/self/fd"), key=int), threads, mappings
+
+
+def put(source, payload, data):
+    with source.reserve(payload, len(data)) as slot:
+        slot.buffer[:] = data
+        slot.publish()
+
+
+def lease_from(target, payload):
+    lease = target.get(payload, deadline=time.monotonic() + SOON_S)
+    assert lease is not None
+    return lease
+
+
+def test_everything_is_given_back_at_close(world):
+    before = held()
+    for life in range(5):
+        source, target = world.open("source", peers=(0, 1)), world.open("target", peers=(0, 1))
+        put(source, world.payload("r1"), b"payload")
+        put(source, world.payload("r2"), b"payload")
+        lease_from(target, world.payload("r1")).acknowledge()
+        lease = lease_from(target, world.payload("r2"))
+        slot = source.reserve(world.payload("r3"), 10)
+        if life % 2:
+            source.close()
+            target.close()
+        else:
+            target.close()
+            source.close()
+        del lease, slot
+        assert held() == before
+
+
+def test_one_thread_and_few_descriptors_serve_an_open_end(world):
+    _, threads_before, _ = held()
+    source, target = world.open("source"), world.open("target")
+    put(source, world.payload("r1"), b"x")
+    lease_from(target, world.payload("r1")).acknowledge()
+    _, threads, mappings = held()
+    assert sorted(set(threads) - set(threads_before)) == ["omnikv-shm-source-0", "omnikv-shm-target-0"]
+    assert mappings == 2
+    for number in range(100):
+        put(source, world.payload(f"r{number}"), b"x")
+        lease_from(target, world.payload(f"r{number}")).acknowledge()
+    assert held()[1:] == (threads, mappings)
+
+
+def test_the_receiver_reads_in_place_and_a_tensor_keeps_the_memory(world):
+    source, target = world.open("source"), world.open("target")
+    put(source, world.payload("r1"), torch.arange(1000, dtype=torch.int64).numpy().tobytes())
+    lease = lease_from(target, world.payload("r1"))
+    tensor = torch.frombuffer(lease.buffer, dtype=torch.int64)
+    assert tensor.data_ptr() % PAGE_NBYTES == 0
+    lease.acknowledge()
+    source.close()
+    target.close()
+    with pytest.raises(LocalProtocolError, match="lease has ended"):
+        _ = lease.buffer
+    del lease
+    assert torch.equal(tensor, torch.arange(1000))
+
+
+def test_the_pool_is_reused_and_not_grown_by_traffic(world):
+    source, target = world.open("source", segment_nbytes=MIB), world.open("target")
+    for number in range(50):
+        put(source, world.payload(f"r{number}"), bytes(MIB // 2))
+        lease_from(target, world.payload(f"r{number}")).acknowledge()
+        assert source.drain(deadline=time.monotonic() + SOON_S) == 0
+    assert source.pool.mapped_nbytes == MIB
+    assert source.pool.used_nbytes == 0
+
+
+def test_a_retired_segment_is_unmapped_by_its_readers(world):
+    source, target = world.open("source", segment_nbytes=MIB, pool_nbytes=2 * MIB), world.open("target")
+    for name in ("a", "b"):
+        put(source, world.payload(name), bytes(MIB))
+    for name in ("a", "b"):
+        lease_from(target, world.payload(name)).acknowledge()
+    assert source.drain(deadline=time.monotonic() + SOON_S) == 0
+    put(source, world.payload("large"), bytes(2 * MIB))
+    lease = lease_from(target, world.payload("large"))
+    assert source.pool.mapped_nbytes == 2 * MIB
+    assert held()[2] == 2  # One segment, mapped by both ends.
+    lease.acknowledge()
+
+
+def test_a_pool_grows_by_segments_up_to_its_limit():
+    pool = Pool(3 * MIB, MIB)
+    rooms = [pool.take(MIB) for _ in range(3)]
+    assert pool.mapped_nbytes == pool.used_nbytes == 3 * MIB
+    with pytest.raises(PutRejected, match=f"pool_nbytes={3 * MIB}") as caught:
+        pool.take(1)
+    assert caught.value.retryable
+    pool.give(rooms[1])
+    assert pool.take(MIB).segment is rooms[1].segment
+    pool.close()
+
+
+def test_a_request_larger_than_a_segment_gets_one_of_its_size():
+    pool = Pool(4 * MIB, MIB)
+    room = pool.take(2 * MIB + 1)
+    assert room.segment.nbytes == 2 * MIB + PAGE_NBYTES
+    assert len(room.view) == 2 * MIB + 1
+    pool.close()
+
+
+def test_idle_segments_make_way_for_a_large_request_and_busy_ones_do_not():
+    pool = Pool(4 * MIB, MIB)
+    rooms = [pool.take(MIB) for _ in range(4)]
+    for room in rooms[1:]:
+        pool.give(room)
+    large = pool.take(3 * MIB)
+    assert sorted(pool.pop_retired()) == [1, 2, 3]
+    assert pool.pop_retired() == []
+    assert (large.segment.number, pool.mapped_nbytes) == (4, 4 * MIB)
+    with pytest.raises(PutRejected):
+        pool.take(3 * MIB)
+    pool.close()
+
+
+def test_a_pool_larger_than_memory_is_an_error_at_start(world):
+    limit = memory_limit_nbytes()
+    with pytest.raises(ConfigError, match=f"pool_nbytes={limit + 1} is more than the {limit} bytes of memory"):
+        world.open("source", pool_nbytes=limit + 1)
+
+
+@pytest.mark.parametrize("options", [{"pool_nbytes": 0}, {"segment_nbytes": 0}, {"pool_nbytes": -1}])
+def test_sizes_must_be_positive(world, options):
+    with pytest.raises(ConfigError, match="must be positive"):
+        world.open("source", **options)
+
+
+def test_a_system_without_memory_is_an_error_and_not_a_fault(monkeypatch):
+    pool = Pool(MIB, MIB)
+    monkeypatch.setattr("omnikv.transports.shm_pool._available_nbytes", lambda: 1000)
+    with pytest.raises(PutRejected, match="the system has 1000 bytes left"):
+        pool.take(1)
+    pool.close()
+
+
+def test_facts_that_do_not_fit_a_greeting_are_an_error_at_start(world):
+    with pytest.raises(ConfigError, match="state a digest"):
+        world.open("source", facts={"route": "x" * 70_000})
