@@ -9,14 +9,14 @@ A caller needs three facts to act on a failure, so each class states them: wheth
 from __future__ import annotations
 
 import enum
-from typing import Any, ClassVar
+from typing import Any
 
 
 class OmniKVError(Exception):
     """The root of everything raised here; catch it to catch all of omnikv and nothing else."""
 
     retryable: bool = False
-    consumed: ClassVar[bool] = False
+    consumed: bool = False
 
     def __init__(
         self, message: str, *, request_id: str | None = None, key: str | None = None, rank: int | None = None

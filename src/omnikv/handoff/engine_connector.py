@@ -1,0 +1,202 @@
+"""Putting and getting payloads by key through an engine's connector object.
+
+An engine brings its own connector: an object with `put(from_stage, to_stage, put_key, data)` and
+`get(from_stage, to_stage, get_key, metadata)`. Nothing is known of how it fails, so this is its edge: whatever it
+raises becomes one of our errors here, with the connector's own as the cause.
+
+Three optional attributes make a connector of ours (`omnikv.handoff.transport_connector`) do better than the published
+interface allows; plain connectors lack them:
+
+* `blocks_until_deadline`: its `get_with_deadline` waits for a payload and is woken by it, so nobody polls;
+* `addresses_ranks`: it finds its peer by rank, so `get` takes `{"source_rank": r}` and payloads are packed straight
+  into the transport's memory by `put_plan(..., target_rank=r)`;
+* a payload with `put_back()`: an incomplete receive gives it back unconsumed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from omnikv.errors import OmniKVError, PutRejected, TransportError, WireError, WireReason
+from omnikv.tensors.pack import KVCacheTransferData
+
+logger = logging.getLogger("omnikv.connector")
+
+PUT_ATTEMPTS = 3
+FIRST_RETRY_S = 0.1
+# Errors that the same call with the same arguments meets again.
+_PERMANENT = (TypeError, ValueError, NotImplementedError, AttributeError, KeyError)
+
+
+class Stages(NamedTuple):
+    """The two ends of an edge, by their published names."""
+
+    from_stage: str
+    to_stage: str
+
+
+def blocks_until_deadline(connector: Any) -> bool:
+    """Whether the connector waits by itself, and is woken when a payload comes."""
+    return getattr(connector, "blocks_until_deadline", False) is True
+
+
+def addresses_ranks(connector: Any) -> bool:
+    """Whether the connector finds its peers by rank rather than by host and port."""
+    return getattr(connector, "addresses_ranks", False) is True
+
+
+def put_with_retry(connector: Any, stages: Stages, key: str, data: object, *, closing: threading.Event) -> int:
+    """The size in bytes that the connector reports once it took the payload.
+
+    A refusal is tried again twice, after 0.1 and 0.2 s, as released engines do; an error that cannot change is not.
+    `closing` ends the pauses.
+
+    Raises:
+        PutRejected: the connector refused every time.
+        TransportError: the connector raised; its own error is the cause.
+        OmniKVError: a connector of ours raised it.
+    """
+    failure: OmniKVError | None = None
+    for attempt in range(PUT_ATTEMPTS):
+        if attempt and closing.wait(FIRST_RETRY_S * 2 ** (attempt - 1)):
+            break
+        try:
+            accepted, nbytes, _ = connector.put(
+                from_stage=stages.from_stage, to_stage=stages.to_stage, put_key=key, data=data
+            )
+        except OmniKVError as error:
+            if not error.retryable:
+                raise
+            failure = error
+        # edge: an engine's connector may raise anything, and the sender must survive it.
+        except Exception as error:
+            failure = TransportError(f"putting {key!r} failed: {_words(error)}", key=key)
+            failure.__cause__ = error
+            if isinstance(error, _PERMANENT):
+                raise failure from error
+        else:
+            if accepted:
+                return int(nbytes)
+            failure = PutRejected(f"the connector refused {key!r} {attempt + 1} times and gave no reason", key=key)
+    assert failure is not None
+    raise failure
+
+
+def ask(
+    connector: Any, stages: Stages, key: str, metadata: Mapping[str, Any] | None, *, deadline: float | None = None
+) -> Delivery | None:
+    """What the connector has under `key`, or None; with a `deadline` (monotonic seconds) it waits for it.
+
+    Raises:
+        TransportError: the connector raised; its own error is the cause.
+        WireError: what it gave is no payload; it has been consumed.
+        OmniKVError: a connector of ours raised it.
+    """
+    where = {"from_stage": stages.from_stage, "to_stage": stages.to_stage, "get_key": key, "metadata": metadata}
+    try:
+        wait = {} if deadline is None else {"deadline": deadline}
+        result = (connector.get_with_deadline if wait else connector.get)(**where, **wait)
+        if not result:
+            return None
+        raw, nbytes = result
+    except OmniKVError:
+        raise
+    # edge: an engine's connector may raise anything; only absence is asked for again, a fault is not.
+    except Exception as error:
+        raise TransportError(f"getting {key!r} failed: {_words(error)}", key=key) from error
+    return open_payload(raw, int(nbytes), key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A payload that the connector gave up to us: its fields, its size, and the memory that it may still borrow."""
+
+    data: dict[str, Any]
+    nbytes: int
+    # The connector's own buffer, which must be released; None where the payload's memory is ours.
+    lease: Any = None
+    borrowed: tuple[torch.Tensor, ...] = ()
+
+    def settle(self) -> None:
+        """Tell the connector that its memory was read; views on it end here."""
+        if self.lease is not None:
+            _end_lease(self.lease.release)
+
+    def put_back(self) -> None:
+        """Give the payload back unconsumed where the connector can take it, else only its memory."""
+        if self.lease is not None:
+            _end_lease(getattr(self.lease, "put_back", self.lease.release))
+
+
+def open_payload(raw: Any, nbytes: int, key: str) -> Delivery:
+    """The payload in whatever form a connector gives it: a leased buffer, bytes, a packed tensor, or a plain dict.
+
+    A leased buffer that holds no payload is released before this raises.
+
+    Raises:
+        WireError: it is no payload.
+    """
+    if isinstance(raw, dict):
+        return Delivery(data=raw, nbytes=nbytes)
+    if isinstance(raw, bytes | bytearray | memoryview):
+        return Delivery(data=KVCacheTransferData.from_bytes(raw), nbytes=nbytes)
+    if isinstance(raw, torch.Tensor):
+        return Delivery(data=_open_tensor(raw), nbytes=nbytes)
+    if hasattr(raw, "tensor") and hasattr(raw, "release"):
+        return _open_lease(raw, nbytes)
+    raise WireError(
+        f"the connector gave {type(raw).__name__} for {key!r}, which is no form of a payload",
+        reason=WireReason.HEADER_FIELD,
+        key=key,
+    )
+
+
+def _open_lease(raw: Any, nbytes: int) -> Delivery:
+    try:
+        tensor = raw.tensor
+        data = _open_tensor(tensor)
+    except BaseException:
+        _end_lease(raw.release)
+        raise
+    if tensor.device.type != "cpu":
+        # Decoded from a device it is a copy already, and the pool is small.
+        _end_lease(raw.release)
+        return Delivery(data=data, nbytes=nbytes)
+    return Delivery(data=data, nbytes=nbytes, lease=raw, borrowed=(tensor,))
+
+
+def _open_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.device.type != "cpu":
+        return KVCacheTransferData.from_bytes_device(tensor)
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise WireError(
+            f"a packed payload must be a contiguous 1-D uint8 tensor, got {tensor.dim()}-D {tensor.dtype}",
+            reason=WireReason.HEADER_FIELD,
+        )
+    return KVCacheTransferData.from_bytes(_as_buffer(tensor))
+
+
+def _as_buffer(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes, which keep the tensor alive; numpy, which could do this, may be absent."""
+    array = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
+    vars(array)["owner"] = tensor
+    return memoryview(array).cast("B")
+
+
+def _end_lease(end: Any) -> None:
+    try:
+        end()
+    # edge: a connector's buffer may raise anything; the payload in it was read, so this is its own loss.
+    except Exception:
+        logger.exception("a connector's buffer could not be released")
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

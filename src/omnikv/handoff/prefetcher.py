@@ -1,0 +1,177 @@
+"""Fetching the next request's KV in the background, on one thread that this object owns.
+
+`omnikv.core.prefetch` says what each event leads to; this shell holds the lock, the queue, the outcomes and the thread.
+Only one request is kept in flight: submitting or taking one discards the others, because an engine that moves on to
+another request has no more use for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnikv.core.prefetch import Effect, Event, Kind, Phase, Table, step
+from omnikv.errors import PayloadLost
+
+logger = logging.getLogger("omnikv.prefetch")
+
+Fetched = tuple[dict[str, Any] | None, int]
+_CAPACITY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    request_id: str
+    fetch: Callable[[], Fetched]
+    device: torch.device | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    fetched: Fetched = (None, 0)
+    error: Exception | None = None
+
+    @property
+    def consumed(self) -> bool:
+        return self.fetched[0] is not None or isinstance(self.error, PayloadLost)
+
+
+class Prefetcher:
+    """Fetches one request at a time; close it to join its thread, which starts with the first request.
+
+    A `fetch` gives `(payload, nbytes)`, or `(None, 0)` when there was nothing. A `PayloadLost` that it raises reaches
+    whoever takes the request; any other error is logged and counts as nothing, so that the taker fetches for itself.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._table = Table()
+        self._queue: deque[_Job] = deque()
+        self._outcomes: dict[str, _Outcome] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._stream: Any = None
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a fetch of this request is queued, runs, or has an outcome to take."""
+        return self._table.phase(request_id) in (Phase.QUEUED, Phase.RUNNING, Phase.READY)
+
+    def submit(self, request_id: str, fetch: Callable[[], Fetched], device: torch.device | None = None) -> bool:
+        """Whether a fetch of this request is under way afterwards; other requests are discarded. Never blocks.
+
+        `fetch` runs on the background thread, its copies to a CUDA `device` on a stream of their own.
+        """
+        with self._changed:
+            self._discard_all(keep=request_id)
+            if self._closed or len(self._queue) >= _CAPACITY:
+                return False
+            if Effect.ENQUEUE in self._step(Kind.SUBMIT, request_id):
+                self._queue.append(_Job(request_id, fetch, device))
+                self._start_thread()
+                self._changed.notify_all()
+            return True
+
+    def take(self, request_id: str) -> Fetched:
+        """The request's payload and size, once its fetch has ended; `(None, 0)` when there is none to be had.
+
+        Other requests are discarded.
+
+        Raises:
+            PayloadLost: the payload was taken from the connector and is gone.
+        """
+        with self._changed:
+            self._discard_all(keep=request_id)
+            while True:
+                effects = self._step(Kind.TAKE, request_id)
+                if Effect.AWAIT not in effects:
+                    break
+                self._changed.wait_for(lambda: self._table.phase(request_id) is not Phase.RUNNING)
+            outcome = self._outcomes.pop(request_id, _Outcome()) if Effect.DELIVER in effects else _Outcome()
+        if Effect.REPORT_LOSS in effects:
+            raise PayloadLost(
+                f"the prefetched KV of request {request_id!r} was discarded before it was asked for again",
+                request_id=request_id,
+            )
+        if isinstance(outcome.error, PayloadLost):
+            raise outcome.error
+        return outcome.fetched
+
+    def wait_idle(self, timeout_s: float | None) -> bool:
+        """Whether no fetch is queued or runs any more, at the latest after `timeout_s`; outcomes stay to be taken."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._table.having(Phase.QUEUED, Phase.RUNNING, Phase.ORPHANED), timeout_s
+            )
+
+    def close(self) -> None:
+        """Discard everything and join the thread; a fetch that runs is waited for. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._discard_all(keep=None)
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _step(self, kind: Kind, request_id: str, *, consumed: bool = False) -> tuple[Effect, ...]:
+        self._table, effects = step(self._table, Event(kind, request_id, consumed))
+        if Effect.UNQUEUE in effects:
+            self._queue = deque(job for job in self._queue if job.request_id != request_id)
+        if Effect.DROP in effects:
+            self._outcomes.pop(request_id, None)
+        return effects
+
+    def _discard_all(self, *, keep: str | None) -> None:
+        for request_id in self._table.having(Phase.QUEUED, Phase.RUNNING, Phase.READY):
+            if request_id != keep:
+                logger.debug("discarding the prefetch of request %s", request_id)
+                self._step(Kind.DISCARD, request_id)
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            # A daemon, so that an owner who forgot to close cannot keep the interpreter from ending.
+            self._thread = threading.Thread(target=self._work, name="omnikv-kv-prefetch", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+                if self._closed:
+                    return
+                job = self._queue.popleft()
+                self._step(Kind.START, job.request_id)
+            outcome = self._run(job)
+            with self._changed:
+                self._outcomes[job.request_id] = outcome
+                self._step(Kind.FINISH, job.request_id, consumed=outcome.consumed)
+                self._changed.notify_all()
+
+    def _run(self, job: _Job) -> _Outcome:
+        try:
+            with self._copy_stream(job.device):
+                return _Outcome(fetched=job.fetch())
+        # edge: the top of a background thread; what is raised here reaches nobody unless it becomes an outcome.
+        except Exception as error:
+            logger.exception("the prefetch of request %s failed", job.request_id)
+            return _Outcome(error=error)
+
+    @contextmanager
+    def _copy_stream(self, device: torch.device | None) -> Iterator[None]:
+        """Makes copies to a CUDA device run on a stream of their own, finished when the block ends."""
+        if device is None or device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()

@@ -1,0 +1,128 @@
+"""What an engine's configuration says about KV transfer, read into the published record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omnikv.core.topology import KVTPTopology
+from omnikv.errors import ConfigError
+
+
+@dataclass
+class OmniKVCacheConfig:
+    """The published settings of one rank's KV transfer. `recv_timeout` is in seconds, for one request."""
+
+    connector_config: dict[str, Any] | None = None
+    from_stage: str | None = None
+    to_stage: str | None = None
+    stage_id: str | int | None = None
+    engine_input_source: list[str | int] | None = None
+    need_recv_cache: bool = False
+    need_send_cache: bool = False
+    recv_timeout: float = 30.0
+    from_tp: int = 1
+    to_tp: int = 1
+    enable_kv_async_prefetch: bool = False
+    kv_prefetch_min_free_mem_ratio: float = 0.0
+
+
+def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfig:
+    """The settings in an engine's `omni_kv_config` mapping; the defaults, which transfer nothing, without one.
+
+    Raises:
+        ConfigError: a parallel size or the timeout is no number.
+    """
+    if not raw or not isinstance(raw, Mapping):
+        return OmniKVCacheConfig()
+    ranks = raw.get("rank_mapping")
+    ranks = ranks if isinstance(ranks, Mapping) else {}
+    try:
+        return OmniKVCacheConfig(
+            connector_config=raw.get("connector_config"),
+            from_stage=raw.get("omni_from_stage"),
+            to_stage=raw.get("omni_to_stage"),
+            stage_id=raw.get("stage_id"),
+            engine_input_source=raw.get("engine_input_source", []),
+            need_recv_cache=raw.get("need_recv_cache", False),
+            need_send_cache=raw.get("need_send_cache", False),
+            recv_timeout=float(raw.get("recv_timeout", 30.0)),
+            from_tp=int(ranks.get("from_tp", 1)),
+            to_tp=int(ranks.get("to_tp", 1)),
+            enable_kv_async_prefetch=async_prefetch,
+            kv_prefetch_min_free_mem_ratio=float(raw.get("kv_prefetch_min_free_mem_ratio", 0.0)),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
+
+
+def wants_async_prefetch(raw: Any, *, has_companion: bool) -> bool:
+    """Whether KV is fetched in the background: asked for, and nothing stands against it.
+
+    Guidance companions are collected by a function of the model's, in the foreground. A receive pool on a device would
+    be filled from two streams.
+    """
+    if not isinstance(raw, Mapping) or not raw.get("enable_kv_async_prefetch", False):
+        return False
+    connector = raw.get("connector_config")
+    device = connector.get("memory_pool_device", "cpu") if isinstance(connector, Mapping) else "cpu"
+    return not has_companion and str(device).lower() == "cpu"
+
+
+def connector_of_transfer_config(kv_transfer_config: Any) -> dict[str, Any] | None:
+    """The connector settings nested in vLLM's own `kv_transfer_config`, or None."""
+    extra = getattr(kv_transfer_config, "kv_connector_extra_config", None)
+    nested = extra.get("omni_connector_config") if isinstance(extra, Mapping) else None
+    for found in (getattr(kv_transfer_config, "omni_connector_config", None), nested):
+        if isinstance(found, dict) and found:
+            return found
+    return None
+
+
+def send_stages(config: OmniKVCacheConfig) -> tuple[str | None, str | None]:
+    """The edge that this stage sends on, as text; a pair of None when it sends on none."""
+    return _edge(config.from_stage, config.to_stage)
+
+
+def recv_stages(config: OmniKVCacheConfig) -> tuple[str | None, str | None]:
+    """The edge that this stage receives on: from its first declared source, else the stage before it."""
+    source: str | int | None = config.from_stage
+    if config.engine_input_source:
+        source = config.engine_input_source[0]
+    elif isinstance(config.stage_id, int):
+        source = config.stage_id - 1
+    return _edge(source, config.stage_id)
+
+
+def require_edge(what: str, stages: tuple[str | None, str | None]) -> tuple[str, str]:
+    """Both ends of an edge.
+
+    Raises:
+        ConfigError: there is none; `what` names the settings that would give one.
+    """
+    from_stage, to_stage = stages
+    if not from_stage or not to_stage:
+        raise ConfigError(f"this stage moves KV on no edge: set {what} in its omni_kv_config")
+    return from_stage, to_stage
+
+
+def choose_topology(config: OmniKVCacheConfig, *, local_rank: int, detected_tp: int) -> KVTPTopology:
+    """The parallel sizes in force: the configured ones, or, where none are, this stage's own size on both sides.
+
+    Raises:
+        TopologyError: a size is not positive.
+    """
+    configured = config.from_tp > 1 or config.to_tp > 1
+    return KVTPTopology(
+        source_tp_size=config.from_tp if configured else detected_tp,
+        target_tp_size=config.to_tp if configured else detected_tp,
+        local_rank=local_rank,
+    )
+
+
+def _edge(source: str | int | None, target: str | int | None) -> tuple[str | None, str | None]:
+    ends = (source, target)
+    if any(end is None or end == "" for end in ends):
+        return None, None
+    return str(source), str(target)
