@@ -144,6 +144,7 @@ def _run_lane(
         done = [_measure_round(pipe, sender, paged, copy, number) for number in range(total)]
         memory = ExtraMemory.since(base)
         _hear(pipe)
+        _wait_for_free_room(sender)
         sender.send(request_name(total), paged)
         end = _hear(pipe)
         assert isinstance(end, LaneEnd)
@@ -151,14 +152,13 @@ def _run_lane(
 
 
 def _room_for(workload: Workload) -> dict[str, int]:
-    # One payload with its header fits one segment; a second one may still be unacknowledged.
+    # One payload at a time, its header, and rounding to pages.
     room_nbytes = workload.nbytes + workload.nbytes // 8 + (1 << 20)
     return {"pool_nbytes": room_nbytes}
 
 
 def _measure_round(pipe: Connection, sender: KVSender, paged: PagedKV, copy: WarmCopy, number: int) -> _Round:
-    # The last round's payload gives its room back in the background.
-    sender.drain(timeout_s=TIMEOUT_S)
+    _wait_for_free_room(sender)
     memcpy_ms = copy.time_ms()
     gather_ms = timed_ms(lambda: _gather_into(copy.target, paged))
     _hear(pipe)
@@ -168,6 +168,11 @@ def _measure_round(pipe: Connection, sender: KVSender, paged: PagedKV, copy: War
     finished_ns = _hear(pipe)
     assert isinstance(finished_ns, int)
     return _Round(memcpy_ms=memcpy_ms, gather_ms=gather_ms, put_then_get_ms=(finished_ns - started_ns) / 1e6)
+
+
+def _wait_for_free_room(sender: KVSender) -> None:
+    # The receiver is done with the last round's payload, but its word of that may still be under way.
+    sender.drain(timeout_s=TIMEOUT_S)
 
 
 def _gather_into(room: torch.Tensor, paged: PagedKV) -> None:
