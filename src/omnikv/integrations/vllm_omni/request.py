@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from omnikv.core.verdict import DUMMY_REQUEST_ID, is_dummy_request_id
 from omnikv.errors import ConfigError
 
 # Warm-up runs carry this id, or this id, a slash and more; there is no sender for them.
-DUMMY_DIFFUSION_REQUEST_ID = "dummy_req_id"
+DUMMY_DIFFUSION_REQUEST_ID = DUMMY_REQUEST_ID
 
 
 @dataclass
@@ -35,6 +36,4 @@ class OmniDiffusionRequest:
     @staticmethod
     def is_dummy_run_request_id(request_id: str | None) -> bool:
         """Whether a request of this id is a warm-up run."""
-        return isinstance(request_id, str) and (
-            request_id == DUMMY_DIFFUSION_REQUEST_ID or request_id.startswith(f"{DUMMY_DIFFUSION_REQUEST_ID}/")
-        )
+        return is_dummy_request_id(request_id)
