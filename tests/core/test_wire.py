@@ -145,6 +145,20 @@ def test_metadata_that_contains_itself_is_refused():
         encode_head(header(metadata=endless))
 
 
+def test_metadata_of_any_depth_is_written_or_refused():
+    nested: list = []
+    answers = set()
+    for _ in range(1200):
+        nested = [nested]
+        try:
+            encode_head(header(metadata={"x": nested}))
+            answers.add("written")
+        except ConfigError:
+            answers.add("refused")
+    # Python 3.12 and later allow a depth that this does not reach.
+    assert "written" in answers
+
+
 def test_tuples_and_number_keys_in_metadata_arrive_as_json_has_them():
     assert read_back(header(metadata={"pair": (1, 2), 3: None})).metadata == {"pair": [1, 2], "3": None}
 

@@ -157,7 +157,10 @@ def encode_head(header: Header) -> bytes:
         "nl": header.num_layers,
         EXTENSION_KEY: _spell_extension(header.extension or Extension(), header.data_nbytes),
     }
-    text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
+    except RecursionError as error:
+        raise ConfigError("metadata is nested too deeply to be sent; flatten it") from error
     tail = f',"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{header.scope or "header"}.{UNSEALED}"}}'
     nbytes = _aligned(PREFIX_NBYTES + len(text) - 1 + len(tail)) - PREFIX_NBYTES
     if nbytes > MAX_HEADER_BYTES:
