@@ -5,8 +5,10 @@ The process is a program and no fork of the test's, as real stages are.
 
 import json
 import os
+import signal
 import sys
 import time
+import warnings
 
 from omnikv.core.keys import Edge, PayloadId
 from omnikv.errors import OmniKVError
@@ -46,6 +48,15 @@ class Rank:
     def until_waited_for(self, transfer_id):
         while self.payload(transfer_id) not in self.transport._source._waiting:
             os.sched_yield()
+
+    def fork_a_child_that_stays(self):
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks beside threads: that is the point.
+        child = os.fork()
+        if child == 0:
+            os.close(0)
+            os.close(1)
+            signal.pause()
+        return child
 
     def close(self):
         self.transport.close()

@@ -158,6 +158,22 @@ def test_a_forked_child_is_told_to_open_its_own(world):
     assert "does not work in its forked child" in told
 
 
+def test_a_forked_child_does_not_hide_its_parents_death(world):
+    source, target = world.spawn("source"), world.open("target")
+    child = source.call("fork_a_child_that_stays")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(target.get, world.payload("never"), deadline=time.monotonic() + SOON_S)
+            source.call("until_waited_for", "never")
+            source.kill()
+            with pytest.raises(ProducerFailed):
+                waiting.result()
+        world.spawn("source").call("put", "r1", "payload")
+        assert bytes(lease_from(target, world.payload("r1")).buffer) == b"payload"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_d34_addresses_do_not_depend_on_the_process(world):
     program = (
         "import sys; from omnikv.core.keys import Edge; from omnikv.transports.shm_address import rank_address;"

@@ -15,8 +15,8 @@ A source that dies closes its connection: waiting gets fail at once, while data 
 because the reader's mapping keeps the memory alive. Nothing has a name in a file system, so a kill leaves nothing
 behind and a restart works at once.
 
-Both stages must share the network namespace (abstract addresses belong to one) and the user. A process that forks
-after opening a transport must not use it in the child; there every call raises.
+Both stages must share the network namespace (abstract addresses belong to one) and the user. A forked child has no use
+of its parent's transport: it closes its copies of the descriptors, and every call raises.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ShmTransport(Transport):
     """Moves payloads between processes of one host and user, through a pool of shared memory.
 
     `pool_nbytes` bounds a source's pool (None: 2 GiB, or half of the memory allowed where that is less), which grows by
-    `segment_nbytes` or by a payload's size where that is more. `incarnation` names this life of the rank; it is drawn
-    at random unless given. A target ignores the sizes. `counters` counts what went wrong with peers, by kind.
+    `segment_nbytes` or by a payload's size where that is more; a target ignores both. `counters` counts what went wrong
+    with peers, by kind.
 
     Raises:
         ConfigError: a size is wrong, or the facts are too long for one message.
@@ -62,7 +62,6 @@ class ShmTransport(Transport):
         *,
         pool_nbytes: int | None = None,
         segment_nbytes: int = DEFAULT_SEGMENT_NBYTES,
-        incarnation: str | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise TransportUnavailable(f"shm: needs Linux, this is {sys.platform}", transport=self.name)
@@ -78,7 +77,7 @@ class ShmTransport(Transport):
             role = self._source = ShmSource(endpoint, self._pool, self._lock, self._require_open)
         else:
             role = self._target = ShmTarget(endpoint, self._lock, self._require_open)
-        hello = _hello_of(endpoint, incarnation or os.urandom(16).hex())
+        hello = _hello_of(endpoint, os.urandom(16).hex())
         self._loop = role.loop = LinkLoop(endpoint, hello, role, self._lock)
         self._loop.start()
 
@@ -116,6 +115,7 @@ class ShmTransport(Transport):
         """
         require_payload(self.name, self._endpoint, payload, "target")
         assert self._target is not None
+        self._require_open()
         return self._target.get(payload, deadline)
 
     def fail(self, payload: PayloadId, cause: str) -> None:
@@ -133,6 +133,8 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         """Stop serving, end the thread, give descriptors and memory back; views stay readable. Idempotent."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
         self._loop.close()
@@ -140,17 +142,19 @@ class ShmTransport(Transport):
     def _as_source(self, payload: PayloadId) -> ShmSource:
         require_payload(self.name, self._endpoint, payload, "source")
         assert self._source is not None
+        # Before the lock is touched, which a forked child may find held for ever.
+        self._require_open()
         return self._source
 
     def _require_open(self) -> None:
-        if self._closed or self._loop.has_ended:
-            raise TransportError(f"shm: {describe(self._endpoint)} is closed", transport=self.name)
         if os.getpid() != self._pid:
             raise TransportError(
                 f"shm: {describe(self._endpoint)} was opened by process {self._pid} and does not work in its forked "
                 "child; open a transport there",
                 transport=self.name,
             )
+        if self._closed or self._loop.has_ended:
+            raise TransportError(f"shm: {describe(self._endpoint)} is closed", transport=self.name)
 
 
 def _hello_of(endpoint: Endpoint, incarnation: str) -> Hello:

@@ -71,8 +71,13 @@ class Link:
             self.was_stuck = True
             self._cut()
             return
-        # The caller may close its descriptor before the queue moves, so the queue has its own.
-        self._queue.append((data, os.dup(fd) if fd >= 0 else -1))
+        try:
+            # The caller may close its descriptor before the queue moves, so the queue has its own.
+            own_fd = os.dup(fd) if fd >= 0 else -1
+        except OSError:
+            self._cut()
+            return
+        self._queue.append((data, own_fd))
         if len(self._queue) == 1:
             self._wants_to_write(self)
 
@@ -124,7 +129,9 @@ class Link:
 
     def _decode(self, buffer: bytearray, nbytes: int, flags: int) -> Any:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise RemoteProtocolError(f"a packet is longer than {MAX_MESSAGE_NBYTES} bytes or brings too many files")
+            raise RemoteProtocolError(
+                f"a packet is longer than {MAX_MESSAGE_NBYTES} bytes or brings more descriptors than this process takes"
+            )
         try:
             with memoryview(buffer) as view:
                 return self._decoder.decode(view[:nbytes])

@@ -6,6 +6,9 @@ exactly as long as the peer that gave it. Links that are not ready are few: beyo
 
 The thread sleeps in `select` without a timeout, except while something that the system refused for the moment (a full
 backlog, no descriptor left) is to be tried again.
+
+A forked child has no such thread, only copies of the descriptors; it closes them, because an end that a child keeps
+open would hide its parent's death from the peers and block the parent's address.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from typing import Any, Protocol
 
 import msgspec
 
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, MAX_REASON_CHARS, Hello, Refused
-from omnikv.errors import ConnectError, RemoteProtocolError
+from omnikv.errors import ConnectError, RemoteProtocolError, TransportError
 from omnikv.transports.base import Endpoint
 from omnikv.transports.pairing import describe, hello_mismatch
 from omnikv.transports.shm_address import is_same_user, listen, open_socket, peer_of, rank_address
@@ -32,6 +36,7 @@ MAX_UNREADY_LINKS = 64
 RETRY_S = 0.02
 
 log = logging.getLogger("omnikv.shm")
+_open_loops: weakref.WeakSet[LinkLoop] = weakref.WeakSet()
 
 
 class Knock(enum.Enum):
@@ -82,10 +87,16 @@ class LinkLoop:
         self._retry_at: float | None = None
         self._logged: set[str] = set()
         self._closing = False
+        # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
+        self._max_unready = MAX_UNREADY_LINKS + 2 * len(endpoint.peer_ranks)
         self._buffer = bytearray(MAX_MESSAGE_NBYTES)
         self._listener = listen(endpoint)
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._selector = selectors.DefaultSelector()
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            self._listener.close()
+            raise TransportError(f"shm: {describe(endpoint)} cannot start: {error}", transport="shm") from error
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         name = f"omnikv-shm-{endpoint.side}-{endpoint.rank}"
@@ -98,6 +109,7 @@ class LinkLoop:
 
     def start(self) -> None:
         """Nothing; starts the thread and knocks on every peer. Call once, without the lock."""
+        _open_loops.add(self)
         self._thread.start()
         with self._lock:
             for rank in self._endpoint.peer_ranks:
@@ -112,14 +124,16 @@ class LinkLoop:
         if self.is_greeting(rank):
             return Knock.ANSWERED
         address = rank_address(self._endpoint.edge, "target" if self._endpoint.side == "source" else "source", rank)
-        connection = open_socket()
+        try:
+            connection = open_socket()
+        except OSError as error:
+            self.count("knock_failed", f"cannot knock on peer rank {rank} ({error.strerror}); trying again")
+            return self._knock_later(rank)
         try:
             connection.connect(address)
         except BlockingIOError:
             connection.close()
-            self._redial.add(rank)
-            self._retry_soon()
-            return Knock.BUSY
+            return self._knock_later(rank)
         except OSError:
             connection.close()
             return Knock.NOBODY
@@ -162,6 +176,15 @@ class LinkLoop:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def let_go(self) -> None:
+        """Nothing; in a forked child, closes its copies of the descriptors; without the lock, which may be held for ever there."""
+        self._closing = True
+        for link in (*self._ready, *self._unready):
+            link.close()
+        self._listener.close()
+        self._selector.close()
+        os.close(self._wake_fd)
+
     def _run(self) -> None:
         error: BaseException | None = None
         try:
@@ -199,6 +222,7 @@ class LinkLoop:
         self._role.stopped(error)
         for link in links:
             self.forget(link)
+        _open_loops.discard(self)
         self._selector.close()
         self._listener.close()
         os.close(self._wake_fd)
@@ -223,8 +247,8 @@ class LinkLoop:
                 self.count("refused_foreign_user", f"user {peer.uid} (pid {peer.pid}) knocked and was turned away")
 
     def _adopt(self, connection: socket.socket, rank: int | None) -> None:
-        while len(self._unready) >= MAX_UNREADY_LINKS:
-            self.count("evicted", f"more than {MAX_UNREADY_LINKS} connections without a Hello: the oldest is closed")
+        while len(self._unready) >= self._max_unready:
+            self.count("evicted", f"more than {self._max_unready} connections without a Hello: the oldest is closed")
             self.forget(next(iter(self._unready)))
         link = Link(connection, rank, self._role.decoder, self._watch)
         self._unready[link] = None
@@ -300,6 +324,11 @@ class LinkLoop:
             rank=rank,
         )
 
+    def _knock_later(self, rank: int) -> Knock:
+        self._redial.add(rank)
+        self._retry_soon()
+        return Knock.BUSY
+
     def _retry_soon(self) -> None:
         if self._retry_at is None:
             self._retry_at = time.monotonic() + RETRY_S
@@ -322,3 +351,12 @@ class LinkLoop:
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
+
+
+def _let_go_in_child() -> None:
+    for loop in list(_open_loops):
+        loop.let_go()
+    _open_loops.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -150,10 +150,10 @@ class Pool:
                 room = self._fit(nbytes)
                 if room is not None:
                     return room
-                size = self._plan_growth(nbytes)
+                most = self._plan_growth(nbytes)
                 number = self._next_number
                 self._next_number += 1
-            segment = self._make(number, size)
+            segment = self._make(number, _round_up(nbytes), most)
             with self._lock:
                 if self._closed:
                     segment.close()
@@ -221,10 +221,11 @@ class Pool:
             raise _no_room(nbytes, f"{used} of pool_nbytes={self._limit_nbytes} are in use or too scattered")
         return max(needed, min(self._segment_nbytes, spare))
 
-    def _make(self, number: int, nbytes: int) -> PoolSegment:
+    def _make(self, number: int, least_nbytes: int, most_nbytes: int) -> PoolSegment:
         available = _available_nbytes()
-        if nbytes > available:
-            raise _no_room(nbytes, f"the pool must grow by that, and the system has {available} bytes left")
+        if least_nbytes > available:
+            raise _no_room(least_nbytes, f"the pool must grow by that, and the system has {available} bytes left")
+        nbytes = most_nbytes if most_nbytes <= available else least_nbytes
         try:
             return PoolSegment(number, nbytes)
         except OSError as error:
