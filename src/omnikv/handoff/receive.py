@@ -135,7 +135,13 @@ def fetch(
                 continue
             held.enter_context(lease)
             waited_s = time.monotonic() - started
-            payload = decode_payload(lease.buffer, request_id=identity.transfer_id, target_rank=identity.target_rank)
+            payload = decode_payload(
+                lease.buffer,
+                request_id=identity.transfer_id,
+                target_rank=identity.target_rank,
+                # Both ends are ours, so a payload without a sealed head is a damaged one.
+                require_checksum=True,
+            )
             _check_heads(payload, piece)
             received = ReceivedPiece(
                 source_rank=piece.source_rank, heads=piece.heads, nbytes=len(lease.buffer), waited_s=waited_s
