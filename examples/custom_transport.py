@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from omnikv.core.keys import PayloadId
-from omnikv.core.reshard import Route
+from omnikv import KVReceiver, KVSender, PayloadId, Route
 from omnikv.errors import ConfigError, TransportError
-from omnikv.handoff.api import KVReceiver, KVSender
 from omnikv.testing.conformance import NamedPair, transport_scenarios
 from omnikv.transports.base import Capabilities, Endpoint, Lease, Slot, Transport
 from omnikv.transports.registry import open_transport, register_transport

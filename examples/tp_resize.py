@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from omnikv.core.reshard import Route
+from omnikv import KVReceiver, KVSender, Route
 from omnikv.groups.threads import ThreadGroup
-from omnikv.handoff.api import KVReceiver, KVSender
 
 LAYERS, TOKENS, HEADS, HEAD_DIM = 3, 100, 8, 16
 

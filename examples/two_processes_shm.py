@@ -8,10 +8,7 @@ import os
 
 import torch
 
-from omnikv.core.keys import Edge
-from omnikv.core.reshard import Route
-from omnikv.handoff.api import KVReceiver, KVSender
-from omnikv.tensors.blocks import BlockLayout, PagedKV
+from omnikv import BlockLayout, Edge, KVReceiver, KVSender, PagedKV, Route
 
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
 
