@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,41 +52,49 @@ def addresses_ranks(connector: Any) -> bool:
     return getattr(connector, "addresses_ranks", False) is True
 
 
-def put_with_retry(connector: Any, stages: Stages, key: str, data: object, *, closing: threading.Event) -> int:
-    """The size in bytes that the connector reports once it took the payload.
+def put_with_retry(put: Callable[[], int], *, closing: threading.Event) -> int:
+    """What `put` gives, tried again twice, after 0.1 and 0.2 s, as released engines do.
 
-    A refusal is tried again twice, after 0.1 and 0.2 s, as released engines do; an error that cannot change is not.
-    `closing` ends the pauses.
+    An error that cannot change is not tried again. `closing` ends the pauses.
 
     Raises:
-        PutRejected: the connector refused every time.
-        TransportError: the connector raised; its own error is the cause.
-        OmniKVError: a connector of ours raised it.
+        OmniKVError: the last error that `put` raised.
     """
-    failure: OmniKVError | None = None
-    for attempt in range(PUT_ATTEMPTS):
-        if attempt and closing.wait(FIRST_RETRY_S * 2 ** (attempt - 1)):
-            break
+    for pause_s in (FIRST_RETRY_S * 2**attempt for attempt in range(PUT_ATTEMPTS - 1)):
         try:
-            accepted, nbytes, _ = connector.put(
-                from_stage=stages.from_stage, to_stage=stages.to_stage, put_key=key, data=data
-            )
+            return put()
         except OmniKVError as error:
             if not error.retryable:
                 raise
-            failure = error
-        # edge: an engine's connector may raise anything, and the sender must survive it.
-        except Exception as error:
-            failure = TransportError(f"putting {key!r} failed: {_words(error)}", key=key)
-            failure.__cause__ = error
-            if isinstance(error, _PERMANENT):
-                raise failure from error
-        else:
-            if accepted:
-                return int(nbytes)
-            failure = PutRejected(f"the connector refused {key!r} {attempt + 1} times and gave no reason", key=key)
-    assert failure is not None
-    raise failure
+            logger.debug("a put failed and is tried again: %s", error)
+        closing.wait(pause_s)
+    return put()
+
+
+def put_once(connector: Any, stages: Stages, key: str, data: object) -> int:
+    """The size in bytes that the connector reports once it took the payload.
+
+    Raises:
+        PutRejected: the connector refused; retryable, since it gives no reason.
+        TransportError: the connector raised; its own error is the cause, and says whether a retry can help.
+        OmniKVError: a connector of ours raised it.
+    """
+    try:
+        accepted, nbytes, _ = connector.put(
+            from_stage=stages.from_stage, to_stage=stages.to_stage, put_key=key, data=data
+        )
+    except OmniKVError:
+        raise
+    # edge: an engine's connector may raise anything, and the sender must survive it.
+    except Exception as error:
+        failure = TransportError(f"putting {key!r} failed: {_words(error)}", key=key)
+        failure.retryable = not isinstance(error, _PERMANENT)
+        raise failure from error
+    if not accepted:
+        refusal = PutRejected(f"the connector refused {key!r} and gave no reason", key=key)
+        refusal.retryable = True
+        raise refusal
+    return int(nbytes)
 
 
 def ask(

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from omnikv.core.keys import SendKeyHook, build_rank_aware_send_keys, is_rank_aw
 from omnikv.core.topology import KVTPTopology, get_kv_target_ranks
 from omnikv.core.wire import SLICE_STAMP_KEY
 from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError
-from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_with_retry
+from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_once, put_with_retry
 from omnikv.tensors.blocks import BlockLayout, PagedKV, normalize_layer_kv
 from omnikv.tensors.fill import fill
 from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource
@@ -223,11 +224,13 @@ def _cut(kv: KVCacheTransferData, topo: KVTPTopology, target_rank: int) -> KVCac
 
 
 def _put(connector: Any, part: _Part, stages: Stages, closing: threading.Event) -> int:
+    put: Callable[[], int]
     if addresses_ranks(connector):
         plan = _plan(part.kv, checksum=connector.wants_checksum(*stages))
-        nbytes: int = connector.put_plan(*stages, part.key, plan, target_rank=part.target_rank)
-        return nbytes
-    return put_with_retry(connector, stages, part.key, _packed(connector, part.kv), closing=closing)
+        put = partial(connector.put_plan, *stages, part.key, plan, target_rank=part.target_rank)
+    else:
+        put = partial(put_once, connector, stages, part.key, _packed(connector, part.kv))
+    return put_with_retry(put, closing=closing)
 
 
 def _packed(connector: Any, kv: KVCacheTransferData) -> object:

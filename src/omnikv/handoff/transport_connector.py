@@ -98,8 +98,7 @@ class TransportConnector:
         packed = _as_bytes(data)
         identity = self._outgoing(from_stage, to_stage, put_key, target_rank)
         with self._transport(identity.edge, "source").reserve(identity, packed.numel()) as slot:
-            if packed.numel():
-                torch.frombuffer(slot.buffer, dtype=torch.uint8).copy_(packed)
+            torch.frombuffer(slot.buffer, dtype=torch.uint8).copy_(packed)
             slot.publish()
         self._count("puts", packed.numel())
         return True, packed.numel(), {}
@@ -221,9 +220,9 @@ class TransportConnector:
 
 
 def _as_bytes(data: Any) -> torch.Tensor:
-    if isinstance(data, torch.Tensor) and data.dtype == torch.uint8 and data.dim() == 1:
+    if isinstance(data, torch.Tensor) and data.dtype == torch.uint8 and data.dim() == 1 and data.numel():
         return data
-    if isinstance(data, bytes | bytearray | memoryview):
-        # A copy for read-only bytes, which torch could not mark as such; published payloads come by `put_plan`.
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    if isinstance(data, bytes | bytearray | memoryview) and len(data):
+        # A copy, since torch has no read-only tensors; payloads that we pack ourselves come by `put_plan`.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
     raise ConfigError(f"a transport takes a packed payload as bytes or a 1-D uint8 tensor, got {type(data).__name__}")
