@@ -4,6 +4,8 @@ import fcntl
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -225,3 +227,44 @@ def test_the_last_word_of_a_closed_end_names_it(world):
     source.close()
     with pytest.raises(TransportError, match=r"shm: source rank 2 of edge .* is closed"):
         source.reserve(world.payload("r1", source=2), 1)
+
+
+STARVED = """
+import os, resource, sys, time
+from omnikv.core.keys import Edge, PayloadId
+from omnikv.transports.base import Endpoint
+from omnikv.transports.shm import ShmTransport
+edge = Edge(from_stage="prefill", to_stage="decode", namespace=sys.argv[1])
+with ShmTransport(Endpoint(edge=edge, side="source", rank=0, peer_ranks=(0,))) as source:
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    fillers = []
+    while True:
+        try:
+            fillers.append(os.dup(0))
+        except OSError:
+            break
+    print("starved", flush=True)
+    while not source.counters.get("accept_failed"):
+        os.sched_yield()
+    for filler in fillers:
+        os.close(filler)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    payload = PayloadId(edge=edge, transfer_id="r1", source_rank=0, target_rank=0)
+    with source.reserve(payload, 7) as slot:
+        slot.buffer[:] = b"payload"
+        slot.publish()
+    source.drain(deadline=time.monotonic() + 60)
+    print(source.counters["accept_failed"], flush=True)
+"""
+
+
+def test_a_sender_without_descriptors_lets_peers_in_once_it_has_some(world):
+    program = [sys.executable, "-c", STARVED, world.edge.namespace]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"starved\n"
+        target = world.open("target")
+        with target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S) as lease:
+            assert bytes(lease.buffer) == b"payload"
+            lease.acknowledge()
+        assert int(process.stdout.readline()) >= 1

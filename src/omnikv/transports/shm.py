@@ -3,8 +3,8 @@
 Theory of operation. A source owns a pool of memfd segments that it touches once and reuses for life (`shm_pool`). Every
 rank listens at an abstract Unix address that both stages compute from user, edge, side and rank (`shm_address`), and
 knocks on its peers when it opens; since each listens before it knocks, whoever comes second meets the other, and nobody
-polls. Over a connection (`shm_link`, `shm_loop`) both say Hello with their identity and facts and judge the other's;
-only the same user may speak. A target then sends Want; the source answers Ready at once or when the payload is
+polls. Over a connection (`shm_door`, `shm_loop`, `shm_link`) both say Hello with their identity and facts and judge the
+other's; only the same user may speak. A target then sends Want; the source answers Ready at once or when the payload is
 published, straight from the publishing thread, or Failed. Before the first Ready in a segment its descriptor travels
 over the connection, once; the target maps it and reads the payload in place (`shm_target`). Ack ends the payload's life
 at the source (`shm_source`, with the table of `ledger`), Return makes it ready again, and so does the end of the

@@ -1,11 +1,10 @@
-"""The one thread of a shm transport: it listens, knocks on peers, greets them, and passes on what they say.
+"""The one thread of a shm transport: it keeps the connections, greets the peers, and passes on what they say.
 
 Both sides say Hello at once on every connection and judge the other's. A link is *ready* when the peer's Hello fits; it
 is *refused* when it does not, or when the peer says so. Refused links stay open and silent, so that the reason stands
 exactly as long as the peer that gave it. Links that are not ready are few: beyond a bound the oldest is closed.
 
-The thread sleeps in `select` without a timeout, except while something that the system refused for the moment (a full
-backlog, no descriptor left) is to be tried again.
+The thread sleeps in `select` without a timeout, except while the door (`shm_door`) has something to try again.
 
 A forked child has no such thread, only copies of the descriptors; it closes them, because an end that a child keeps
 open would hide its parent's death from the peers and block the parent's address.
@@ -13,7 +12,6 @@ open would hide its parent's death from the peers and block the parent's address
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import selectors
@@ -26,25 +24,16 @@ from typing import Any, Protocol
 import msgspec
 
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, MAX_REASON_CHARS, Hello, Refused
-from omnikv.errors import ConnectError, RemoteProtocolError, TransportError
+from omnikv.errors import RemoteProtocolError, TransportError
 from omnikv.transports.base import Endpoint
 from omnikv.transports.pairing import describe, hello_mismatch
-from omnikv.transports.shm_address import is_same_user, listen, open_socket, peer_of, rank_address
+from omnikv.transports.shm_door import Door, Knock
 from omnikv.transports.shm_link import Link
 
 MAX_UNREADY_LINKS = 64
-RETRY_S = 0.02
 
 log = logging.getLogger("omnikv.shm")
 _open_loops: weakref.WeakSet[LinkLoop] = weakref.WeakSet()
-
-
-class Knock(enum.Enum):
-    """What came of knocking on a peer's address."""
-
-    ANSWERED = "answered"
-    NOBODY = "nobody"
-    BUSY = "busy"
 
 
 class Role(Protocol):
@@ -83,21 +72,19 @@ class LinkLoop:
         self._lock = lock
         self._unready: dict[Link, None] = {}
         self._ready: set[Link] = set()
-        self._redial: set[int] = set()
-        self._retry_at: float | None = None
         self._logged: set[str] = set()
         self._closing = False
         # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
         self._max_unready = MAX_UNREADY_LINKS + 2 * len(endpoint.peer_ranks)
         self._buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._listener = listen(endpoint)
+        self._door = Door(endpoint, self._adopt, self.count, self._wake)
         try:
             self._selector = selectors.DefaultSelector()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
-            self._listener.close()
+            self._door.close()
             raise TransportError(f"shm: {describe(endpoint)} cannot start: {error}", transport="shm") from error
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._door.watch(self._selector)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         name = f"omnikv-shm-{endpoint.side}-{endpoint.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,7 +100,7 @@ class LinkLoop:
         self._thread.start()
         with self._lock:
             for rank in self._endpoint.peer_ranks:
-                self._knock_quietly(rank)
+                self._door.knock_quietly(rank)
 
     def knock(self, rank: int) -> Knock:
         """What came of connecting to peer `rank`; a connection that is being greeted counts as answered.
@@ -121,28 +108,7 @@ class LinkLoop:
         Raises:
             ConnectError: another user's process holds the peer's address.
         """
-        if self.is_greeting(rank):
-            return Knock.ANSWERED
-        address = rank_address(self._endpoint.edge, "target" if self._endpoint.side == "source" else "source", rank)
-        try:
-            connection = open_socket()
-        except OSError as error:
-            self.count("knock_failed", f"cannot knock on peer rank {rank} ({error.strerror}); trying again")
-            return self._knock_later(rank)
-        try:
-            connection.connect(address)
-        except BlockingIOError:
-            connection.close()
-            return self._knock_later(rank)
-        except OSError:
-            connection.close()
-            return Knock.NOBODY
-        peer = peer_of(connection)
-        if not is_same_user(peer):
-            connection.close()
-            raise self._foreign(rank, peer.pid, peer.uid)
-        self._adopt(connection, rank)
-        return Knock.ANSWERED
+        return Knock.ANSWERED if self.is_greeting(rank) else self._door.knock(rank)
 
     def is_greeting(self, rank: int) -> bool:
         """Whether a connection to peer `rank` is up whose greeting has not ended."""
@@ -177,11 +143,14 @@ class LinkLoop:
             self._thread.join()
 
     def let_go(self) -> None:
-        """Nothing; in a forked child, closes its copies of the descriptors; without the lock, which may be held for ever there."""
+        """Nothing; in a forked child, closes its copies of the descriptors.
+
+        It takes no lock, since whoever held it at the fork is not there to give it back.
+        """
         self._closing = True
         for link in (*self._ready, *self._unready):
             link.close()
-        self._listener.close()
+        self._door.close()
         self._selector.close()
         os.close(self._wake_fd)
 
@@ -199,7 +168,7 @@ class LinkLoop:
 
     def _serve(self) -> bool:
         with self._lock:
-            retry_at = self._retry_at
+            retry_at = self._door.retry_at
         timeout_s = None if retry_at is None else max(0.0, retry_at - time.monotonic())
         events = self._selector.select(timeout_s)
         with self._lock:
@@ -210,8 +179,7 @@ class LinkLoop:
                     key.data()
                 else:
                     os.eventfd_read(self._wake_fd)
-            if self._retry_at is not None and time.monotonic() >= self._retry_at:
-                self._retry()
+            self._door.retry_if_due()
             return not self._closing
 
     def _tear_down(self, error: BaseException | None) -> None:
@@ -224,27 +192,8 @@ class LinkLoop:
             self.forget(link)
         _open_loops.discard(self)
         self._selector.close()
-        self._listener.close()
+        self._door.close()
         os.close(self._wake_fd)
-
-    def _accept(self) -> None:
-        for _ in range(MAX_UNREADY_LINKS):
-            try:
-                connection, _address = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError as error:
-                self.count("accept_failed", f"cannot accept a connection ({error.strerror}); trying again")
-                self._selector.unregister(self._listener)
-                self._retry_soon()
-                return
-            connection.setblocking(False)
-            peer = peer_of(connection)
-            if is_same_user(peer):
-                self._adopt(connection, None)
-            else:
-                connection.close()
-                self.count("refused_foreign_user", f"user {peer.uid} (pid {peer.pid}) knocked and was turned away")
 
     def _adopt(self, connection: socket.socket, rank: int | None) -> None:
         while len(self._unready) >= self._max_unready:
@@ -314,40 +263,6 @@ class LinkLoop:
         self._ready.discard(link)
         self._unready[link] = None
         self._role.link_refused(link)
-
-    def _foreign(self, rank: int, pid: int, uid: int) -> ConnectError:
-        text = f"the address of peer rank {rank} is held by process {pid} of another user (uid {uid})"
-        self.count("refused_foreign_user", text)
-        return ConnectError(
-            f"shm: {describe(self._endpoint)}: {text}; both stages must run as the same user",
-            transport="shm",
-            rank=rank,
-        )
-
-    def _knock_later(self, rank: int) -> Knock:
-        self._redial.add(rank)
-        self._retry_soon()
-        return Knock.BUSY
-
-    def _retry_soon(self) -> None:
-        if self._retry_at is None:
-            self._retry_at = time.monotonic() + RETRY_S
-            self._wake()
-
-    def _retry(self) -> None:
-        self._retry_at = None
-        if self._listener.fileno() not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        ranks, self._redial = self._redial, set()
-        for rank in ranks:
-            self._knock_quietly(rank)
-
-    def _knock_quietly(self, rank: int) -> None:
-        try:
-            self.knock(rank)
-        except ConnectError as error:
-            # Counted and logged by then, and said again to whoever asks for a payload of that rank.
-            log.debug("%s", error)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)

@@ -24,8 +24,9 @@ from omnikv.transports.base import Endpoint, Lease
 from omnikv.transports.ledger import producer_failed
 from omnikv.transports.pairing import describe
 from omnikv.transports.shm_address import is_sealed
+from omnikv.transports.shm_door import Knock
 from omnikv.transports.shm_link import Link
-from omnikv.transports.shm_loop import Knock, LinkLoop
+from omnikv.transports.shm_loop import LinkLoop
 
 LONGEST_WAIT_S = 3600.0
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
@@ -39,7 +40,7 @@ class ShmLease(Lease):
     def __init__(self, target: ShmTarget, link: Link, number: int, view: memoryview) -> None:
         self._target = target
         self._link = link
-        self._number = number
+        self.number = number
         # Never released by hand: tensors made from it keep it, and with it the mapping, alive.
         self._view: memoryview | None = view
 
@@ -58,13 +59,13 @@ class ShmLease(Lease):
         """End the payload's life."""
         if self._view is not None:
             self._view = None
-            self._target.end_lease(self._link, Ack(self._number))
+            self._target.end_lease(self._link, Ack(self.number))
 
     def release(self) -> None:
         """Give the payload back unread."""
         if self._view is not None:
             self._view = None
-            self._target.end_lease(self._link, Return(self._number))
+            self._target.end_lease(self._link, Return(self.number))
 
 
 class _Ask:
@@ -223,7 +224,7 @@ class ShmTarget:
         if ask.link is not None and not ask.is_settled:
             ask.link.send(Unwant(ask.number))
         elif ask.lease is not None and ask.link is not None:
-            ask.link.send(Return(ask.lease._number))
+            ask.link.send(Return(ask.lease.number))
 
     def _take(self, link: Link, ready: Ready) -> None:
         segment = self._segments[link].get(ready.segment)
