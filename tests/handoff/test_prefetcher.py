@@ -1,0 +1,148 @@
+"""Background fetches: delivered once, never doubled, and none survives its owner."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from omnikv.errors import PayloadLost
+from omnikv.handoff.prefetcher import Prefetcher
+
+PAYLOAD = ({"request_id": "r"}, 7)
+
+
+@pytest.fixture
+def prefetcher():
+    subject = Prefetcher()
+    yield subject
+    subject.close()
+
+
+class Gate:
+    """A fetch that tells when it begins and ends when it is let go."""
+
+    def __init__(self, outcome=PAYLOAD):
+        self.outcome, self.began, self.go, self.runs = outcome, threading.Event(), threading.Event(), 0
+
+    def __call__(self):
+        self.runs += 1
+        self.began.set()
+        assert self.go.wait(20)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def test_what_was_fetched_is_taken_once(prefetcher):
+    assert prefetcher.submit("r", lambda: PAYLOAD)
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("r") == PAYLOAD
+    assert prefetcher.take("r") == (None, 0)
+
+
+def test_a_fetch_that_runs_is_waited_for(prefetcher):
+    gate = Gate()
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    threading.Timer(0, gate.go.set).start()
+    assert prefetcher.take("r") == PAYLOAD
+
+
+def test_the_same_request_is_fetched_once(prefetcher):
+    gate = Gate()
+    prefetcher.submit("r", gate)
+    prefetcher.submit("r", gate)
+    gate.go.set()
+    assert prefetcher.wait_idle(20)
+    prefetcher.submit("r", gate)
+    assert prefetcher.take("r") == PAYLOAD
+    assert gate.runs == 1
+
+
+def test_a_request_that_nobody_submitted_is_a_miss(prefetcher):
+    assert prefetcher.take("r") == (None, 0)
+
+
+def test_a_fetch_that_found_nothing_is_a_miss(prefetcher):
+    prefetcher.submit("r", lambda: (None, 0))
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("r") == (None, 0)
+
+
+def test_a_fetch_that_failed_is_a_miss_and_is_logged(prefetcher, caplog):
+    gate = Gate(ValueError("odd"))
+    gate.go.set()
+    prefetcher.submit("r", gate)
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("r") == (None, 0)
+    assert "ValueError: odd" in caplog.text
+
+
+def test_a_payload_that_was_lost_on_the_way_is_told_to_its_taker(prefetcher):
+    gate = Gate(PayloadLost("out of memory"))
+    gate.go.set()
+    prefetcher.submit("r", gate)
+    assert prefetcher.wait_idle(20)
+    with pytest.raises(PayloadLost, match="out of memory"):
+        prefetcher.take("r")
+    assert prefetcher.take("r") == (None, 0)
+
+
+def test_moving_on_discards_what_was_left_over_and_says_so_if_it_is_asked_for(prefetcher):
+    prefetcher.submit("old", lambda: PAYLOAD)
+    assert prefetcher.wait_idle(20)
+    prefetcher.submit("new", lambda: PAYLOAD)
+    assert "old" not in prefetcher
+    with pytest.raises(PayloadLost, match="discarded"):
+        prefetcher.take("old")
+
+
+def test_a_fetch_that_was_discarded_while_it_ran_can_be_adopted_back(prefetcher):
+    gate = Gate()
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    prefetcher.take("other")
+    prefetcher.submit("r", gate)
+    gate.go.set()
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("r") == PAYLOAD
+    assert gate.runs == 1
+
+
+def test_a_fetch_still_queued_behind_another_is_left_to_its_taker(prefetcher):
+    gate, never = Gate(), Gate()
+    prefetcher.submit("first", gate)
+    assert gate.began.wait(20)
+    prefetcher.submit("second", never)
+    assert prefetcher.take("second") == (None, 0)
+    gate.go.set()
+    assert prefetcher.wait_idle(20)
+    assert never.runs == 0
+
+
+def test_waiting_says_whether_anything_still_runs(prefetcher):
+    gate = Gate()
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    assert not prefetcher.wait_idle(0)
+    gate.go.set()
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("r") == PAYLOAD
+
+
+def test_closing_joins_the_thread_and_takes_nothing_more():
+    prefetcher, gate = Prefetcher(), Gate()
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    gate.go.set()
+    prefetcher.close()
+    prefetcher.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "omnikv-kv-prefetch"]
+    assert not prefetcher.submit("r", gate)
+
+
+def test_nothing_runs_before_the_first_request():
+    before = threading.active_count()
+    Prefetcher().close()
+    assert threading.active_count() == before
