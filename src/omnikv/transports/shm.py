@@ -115,7 +115,6 @@ class ShmTransport(Transport):
         """
         require_payload(self.name, self._endpoint, payload, "target")
         assert self._target is not None
-        self._require_open()
         return self._target.get(payload, deadline)
 
     def fail(self, payload: PayloadId, cause: str) -> None:
@@ -142,8 +141,6 @@ class ShmTransport(Transport):
     def _as_source(self, payload: PayloadId) -> ShmSource:
         require_payload(self.name, self._endpoint, payload, "source")
         assert self._source is not None
-        # Before the lock is touched, which a forked child may find held for ever.
-        self._require_open()
         return self._source
 
     def _require_open(self) -> None:

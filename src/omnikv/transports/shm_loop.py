@@ -7,7 +7,8 @@ exactly as long as the peer that gave it. Links that are not ready are few: beyo
 The thread sleeps in `select` without a timeout, except while the door (`shm_door`) has something to try again.
 
 A forked child has no such thread, only copies of the descriptors; it closes them, because an end that a child keeps
-open would hide its parent's death from the peers and block the parent's address.
+open would hide its parent's death from the peers and block the parent's address. A fork waits for the lock, under which
+every descriptor comes and goes, so that the child knows all of them and finds the lock free.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from omnikv.transports.shm_door import Door, Knock
 from omnikv.transports.shm_link import Link
 
 MAX_UNREADY_LINKS = 64
+# The longest that a fork waits for a transport, should its lock be held by the very thread that forks.
+FORK_WAIT_S = 1.0
 
 log = logging.getLogger("omnikv.shm")
+_forking = threading.local()
 _open_loops: weakref.WeakSet[LinkLoop] = weakref.WeakSet()
 
 
@@ -69,7 +73,7 @@ class LinkLoop:
         self._endpoint = endpoint
         self._hello = hello
         self._role = role
-        self._lock = lock
+        self.lock = lock
         self._unready: dict[Link, None] = {}
         self._ready: set[Link] = set()
         self._logged: set[str] = set()
@@ -98,7 +102,7 @@ class LinkLoop:
         """Nothing; starts the thread and knocks on every peer. Call once, without the lock."""
         _open_loops.add(self)
         self._thread.start()
-        with self._lock:
+        with self.lock:
             for rank in self._endpoint.peer_ranks:
                 self._door.knock_quietly(rank)
 
@@ -135,7 +139,7 @@ class LinkLoop:
 
     def close(self) -> None:
         """Nothing; ends every link and the thread. Idempotent; call without the lock."""
-        with self._lock:
+        with self.lock:
             if not self._closing:
                 self._closing = True
                 self._wake()
@@ -143,10 +147,7 @@ class LinkLoop:
             self._thread.join()
 
     def let_go(self) -> None:
-        """Nothing; in a forked child, closes its copies of the descriptors.
-
-        It takes no lock, since whoever held it at the fork is not there to give it back.
-        """
+        """Nothing; in a forked child, closes its copies of the descriptors. Call with the lock."""
         self._closing = True
         for link in (*self._ready, *self._unready):
             link.close()
@@ -162,16 +163,16 @@ class LinkLoop:
         except Exception as caught:  # edge: top of the transport's thread; whoever waits must be told
             log.exception("shm: %s: its thread ends", describe(self._endpoint))
             error = caught
-        with self._lock:
+        with self.lock:
             self._closing = True
             self._tear_down(error)
 
     def _serve(self) -> bool:
-        with self._lock:
+        with self.lock:
             retry_at = self._door.retry_at
         timeout_s = None if retry_at is None else max(0.0, retry_at - time.monotonic())
         events = self._selector.select(timeout_s)
-        with self._lock:
+        with self.lock:
             for key, mask in events:
                 if isinstance(key.data, Link):
                     self._turn(key.data, mask)
@@ -268,10 +269,20 @@ class LinkLoop:
         os.eventfd_write(self._wake_fd, 1)
 
 
-def _let_go_in_child() -> None:
+def _before_fork() -> None:
+    _forking.loops = [loop for loop in list(_open_loops) if loop.lock.acquire(timeout=FORK_WAIT_S)]
+
+
+def _after_fork_in_parent() -> None:
+    for loop in _forking.loops:
+        loop.lock.release()
+
+
+def _after_fork_in_child() -> None:
     for loop in list(_open_loops):
         loop.let_go()
     _open_loops.clear()
+    _after_fork_in_parent()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
