@@ -166,6 +166,15 @@ def test_an_incomplete_set_does_not_leak_the_memory_of_one_that_does_not():
     assert buffer.ended == ["release"]
 
 
+def test_a_timeout_says_whether_a_shard_was_consumed_for_good():
+    with pytest.raises(ReceiveTimeout) as caught:
+        receive(Shelf({key(0, 0): payload([0]).to_bytes()}), route(2, 1, 0))
+    assert caught.value.consumed
+    with pytest.raises(ReceiveTimeout) as caught:
+        receive(Shelf({}), route(2, 1, 0))
+    assert not caught.value.consumed
+
+
 def test_what_is_received_survives_the_release_of_the_connectors_memory():
     buffer = Buffer(payload([7]).to_bytes())
     received = receive(Shelf({PLAIN: buffer}))

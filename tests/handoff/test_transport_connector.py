@@ -114,6 +114,31 @@ def test_x07_the_same_key_twice_is_refused_while_the_first_is_unread(connect):
     assert heads_of(receive(receiver)) == [5]
 
 
+def test_x07_a_request_sent_twice_does_not_lose_its_first_payloads(connect):
+    sender, receivers = connect(1, 2, 0), [connect(1, 2, rank) for rank in (0, 1)]
+    send(sender, kv([10, 11]), (1, 2, 0))
+    with pytest.raises(PutRejected):
+        send(sender, kv([20, 21]), (1, 2, 0))
+    assert [heads_of(receive(receiver, (1, 2, rank))) for rank, receiver in enumerate(receivers)] == [[10], [11]]
+
+
+def test_when_one_of_several_puts_fails_every_receiver_is_told(connect, monkeypatch):
+    sender, receivers = connect(1, 2, 0), [connect(1, 2, rank) for rank in (0, 1)]
+    put = sender.put_plan
+
+    def second_fails(*where, target_rank):
+        if target_rank == 1:
+            raise TransportError("the cable is out")
+        return put(*where, target_rank=target_rank)
+
+    monkeypatch.setattr(sender, "put_plan", second_fails)
+    with pytest.raises(TransportError):
+        send(sender, kv([10, 11]), (1, 2, 0))
+    for rank, receiver in enumerate(receivers):
+        with pytest.raises(ProducerFailed, match="the cable is out"):
+            receive(receiver, (1, 2, rank))
+
+
 def test_x06_equal_published_keys_on_different_edges_do_not_meet(connect):
     sender, receiver = connect(), connect()
     for to_stage, head in (("1", 5), ("2", 6)):

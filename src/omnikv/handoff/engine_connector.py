@@ -132,6 +132,11 @@ class Delivery:
     lease: Any = None
     borrowed: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def returnable(self) -> bool:
+        """Whether the connector takes the payload back unconsumed."""
+        return hasattr(self.lease, "put_back")
+
     def settle(self) -> None:
         """Tell the connector that its memory was read; views on it end here."""
         if self.lease is not None:

@@ -70,7 +70,8 @@ def receive_kv(
     `deadline` is on the monotonic clock, in seconds. `closing` ends the wait early.
 
     Raises:
-        ReceiveTimeout: a shard is still missing; those that came were given back where the connector takes them back.
+        ReceiveTimeout: a shard is still missing; those that came were given back where the connector takes them back,
+            and `consumed` says whether any could not be.
         TopologyError: the parallel sizes do not divide, this rank is outside its stage, or a key builder's plain keys
             do not match the source ranks.
         WireError: a payload is damaged, belongs to another request or rank, or shards do not fit together.
@@ -97,7 +98,7 @@ def receive_kv(
     except OmniKVError as error:
         # A broken payload would be just as broken the next time; its room is better freed.
         consumed = consumed or isinstance(error, WireError)
-        error.consumed = consumed
+        error.consumed = consumed or not all(delivery.returnable for delivery in deliveries.values())
         raise
     finally:
         for delivery in deliveries.values():

@@ -21,7 +21,7 @@ import torch
 from omnikv.core.keys import SendKeyHook, build_rank_aware_send_keys, is_rank_aware
 from omnikv.core.topology import KVTPTopology, get_kv_target_ranks
 from omnikv.core.wire import SLICE_STAMP_KEY
-from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError
+from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError, PutRejected
 from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_once, put_with_retry
 from omnikv.tensors.blocks import BlockLayout, PagedKV, normalize_layer_kv
 from omnikv.tensors.fill import fill
@@ -121,10 +121,16 @@ def send_kv(connector: Any, kv: KVCacheTransferData, route: SendRoute, *, closin
         raise ConfigError("a request without an id cannot be sent: its receiver would have no key to ask for")
     started = time.monotonic()
     parts = _parts(kv, route, by_rank=addresses_ranks(connector))
+    nbytes, done = 0, 0
     try:
-        nbytes = sum(_put(connector, part, route.stages, closing) for part in parts)
+        for part in parts:
+            nbytes += _put(connector, part, route.stages, closing)
+            done += 1
     except OmniKVError as error:
-        announce_failure(connector, kv.request_id, route, str(error))
+        # A key refused for good may still hold an earlier payload of the same request, which must not be lost (X07).
+        taken = isinstance(error, PutRejected) and not error.retryable
+        undone = parts[:done] if taken else parts
+        _tell_receivers(connector, route.stages, [(part.key, part.target_rank) for part in undone], str(error))
         raise
     logger.info(
         "sent KV of request %s to %s: %d bytes under %d key(s) in %.1f ms",
@@ -180,14 +186,24 @@ def _try(send_one: Callable[[str, Mapping[str, Any]], object], request_id: str, 
 
 
 def announce_failure(connector: Any, request_id: str, route: SendRoute, cause: str) -> None:
-    """Nothing; tells every receiver of this request that it will not come, where the connector can."""
+    """Nothing; tells every receiver of this request that it will not come, where the connector can.
+
+    Raises:
+        ConfigError: the engine's key builder does not name one key a receiver.
+        TopologyError: the parallel sizes do not divide, or this rank is outside its stage.
+    """
+    if addresses_ranks(connector):
+        _tell_receivers(connector, route.stages, _keyed_targets(request_id, route, by_rank=True), cause)
+
+
+def _tell_receivers(connector: Any, stages: Stages, targets: Sequence[tuple[str, int]], cause: str) -> None:
     if not addresses_ranks(connector):
         return
     try:
-        for key, target_rank in _keyed_targets(request_id, route, by_rank=True):
-            connector.fail(*route.stages, key, cause, target_rank=target_rank)
+        for key, target_rank in targets:
+            connector.fail(*stages, key, cause, target_rank=target_rank)
     except OmniKVError as error:
-        logger.warning("the receivers of request %s could not be told that it will not come: %s", request_id, error)
+        logger.warning("the receivers of %s could not be told that it will not come: %s", targets, error)
 
 
 def _parts(kv: KVCacheTransferData, route: SendRoute, *, by_rank: bool) -> list[_Part]:

@@ -30,7 +30,7 @@ from omnikv.core.verdict import is_dummy_request_id
 from omnikv.errors import ConfigError, OmniKVError, PayloadLost
 from omnikv.handoff.distribute import hand_on
 from omnikv.handoff.engine_connector import Stages
-from omnikv.handoff.keyed_receive import ReceivedPayload, ReceiveRoute, receive_kv
+from omnikv.handoff.keyed_receive import ReceiveRoute, receive_kv
 from omnikv.handoff.keyed_send import SendRoute, announce_failure, extract_kv, send_finished, send_kv
 from omnikv.handoff.lockstep import keep_or_drop, received_until_vote
 from omnikv.handoff.prefetcher import Prefetcher
@@ -219,7 +219,7 @@ class OmniKVTransferManager:
             KVPrefetchConsumeError: it came and was lost afterwards.
         """
         try:
-            received = self._receive(request_id, target_device, sender_info)
+            return self._receive(request_id, target_device, sender_info)
         except PayloadLost as error:
             self.counters["receive_failed"] += 1
             raise KVPrefetchConsumeError(str(error), request_id=request_id) from error
@@ -227,11 +227,10 @@ class OmniKVTransferManager:
             self.counters["receive_failed"] += 1
             logger.error("KV of request %s was not received: %s", request_id, error)
             return None, 0
-        return (received.data, received.nbytes) if received is not None else (None, 0)
 
-    def _receive(self, request_id: str, device: torch.device | None, sender_info: Any) -> ReceivedPayload | None:
+    def _receive(self, request_id: str, device: torch.device | None, sender_info: Any) -> _Received:
         if not self.config.need_recv_cache or is_dummy_request_id(request_id):
-            return None
+            return None, 0
         deadline = time.monotonic() + self.config.recv_timeout
         route = self._receive_route(sender_info)
         connector = self.connector
@@ -239,7 +238,7 @@ class OmniKVTransferManager:
             raise ConfigError(f"this stage has no connector to receive request {request_id!r} through")
         received = receive_kv(connector, request_id, route, deadline=deadline, device=device, closing=self._closing)
         self.counters["received"] += 1
-        return received
+        return received.data, received.nbytes
 
     def _receive_route(self, sender_info: Any) -> ReceiveRoute:
         return ReceiveRoute(
@@ -373,13 +372,12 @@ class OmniKVTransferManager:
 
     def _prefetch_payload(self, request_id: str, sender_info: Any, device: torch.device | None) -> _Received:
         try:
-            received = self._receive(request_id, device, sender_info)
+            return self._receive(request_id, device, sender_info)
         except OmniKVError as error:
             if error.consumed:
                 raise KVPrefetchConsumeError(str(error), request_id=request_id) from error
             logger.warning("KV of request %s was not prefetched: %s", request_id, error)
             return None, 0
-        return (received.data, received.nbytes) if received is not None else (None, 0)
 
     # A request's fields
 
