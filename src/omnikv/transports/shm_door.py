@@ -74,8 +74,8 @@ class Door:
             if is_same_user(peer):
                 self._adopt(connection, None)
             else:
-                connection.close()
                 self._count("refused_foreign_user", f"user {peer.uid} (pid {peer.pid}) knocked and was turned away")
+                connection.close()
 
     def knock(self, rank: int) -> Knock:
         """What came of connecting to peer `rank`.

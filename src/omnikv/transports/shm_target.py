@@ -86,6 +86,12 @@ class _Ask:
         """Whether the waiting thread may go on."""
         return self.lease is not None or self.error is not None or self.is_absent
 
+    def pop_error(self) -> OmniKVError:
+        """The error, no longer kept here: raised, it refers to the frame that refers to this ask."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def settle(
         self, *, lease: ShmLease | None = None, error: OmniKVError | None = None, is_absent: bool = False
     ) -> None:
@@ -129,7 +135,7 @@ class ShmTarget:
                 self._take_back(ask)
             self._asks.pop(ask.number, None)
             if ask.error is not None:
-                raise ask.error
+                raise ask.pop_error()
             return ask.lease
 
     def end_lease(self, link: Link, message: Ack | Return) -> None:
