@@ -146,3 +146,10 @@ def test_nothing_runs_before_the_first_request():
     before = threading.active_count()
     Prefetcher().close()
     assert threading.active_count() == before
+
+
+def test_taking_one_request_discards_the_others(prefetcher):
+    prefetcher.submit("old", lambda: PAYLOAD)
+    assert prefetcher.wait_idle(20)
+    assert prefetcher.take("current") == (None, 0)
+    assert "old" not in prefetcher
