@@ -1,184 +1,131 @@
-"""Ballots in, one verdict out: the same on every rank, with the reasons in words."""
+"""Ballots in, one ruling out: the same for every rank that sees them, with the reasons in words."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from omnikv.core.verdict import (
-    MAX_BALLOT_NBYTES,
-    Ballot,
-    decide,
-    is_dummy_request_id,
-    published_signature,
-    published_verdict,
-    should_exchange,
-)
-from omnikv.errors import LocalProtocolError, RemoteProtocolError
+from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.verdict import MAX_ROUNDS, rule, spell_causes
+from omnikv.errors import LocalProtocolError
 
-YES = Ballot(have=True, facts=(("tokens", "3"),))
+
+def have(role="primary", *, tokens=3, required=True):
+    return RoleBallot(role, "have", required, facts=(("tokens", str(tokens)),))
+
+
+def missing(role="primary", *, required=True):
+    return RoleBallot(role, "missing", required, cause="nothing from source rank 2 by the deadline")
+
+
+def failed(role="primary", *, required=True):
+    return RoleBallot(role, "failed", required, cause="ProducerFailed: out of memory")
+
+
+def ballot(*roles, number=0, can_refetch=True):
+    return Ballot(number, can_refetch, tuple(sorted(roles, key=lambda entry: entry.role)))
 
 
 def test_all_ranks_with_the_same_facts_keep():
-    verdict = decide([YES, Ballot(have=True, facts=(("tokens", "3"),))])
-    assert verdict.keep
-    assert verdict.causes == {}
-
-
-def test_one_rank_without_kv_drops_it_everywhere_and_says_why():
-    verdict = decide([YES, Ballot(have=False, cause="the deadline passed")])
-    assert not verdict.keep
-    assert verdict.causes == {1: "rank 1: the deadline passed"}
-
-
-def test_every_rank_without_kv_is_a_drop_that_names_them_all():
-    verdict = decide([Ballot(have=False, cause="a"), Ballot(have=False, cause="b")])
-    assert not verdict.keep
-    assert sorted(verdict.causes) == [0, 1]
-
-
-def test_x12_ranks_that_hold_different_tokens_do_not_agree():
-    verdict = decide([YES, Ballot(have=True, facts=(("tokens", "99"),))])
-    assert not verdict.keep
-    assert verdict.causes[1] == "rank 1: tokens is 99 on rank 1 and 3 on rank 0"
-
-
-def test_a_fact_that_only_one_rank_states_is_a_difference():
-    verdict = decide([YES, Ballot(have=True, facts=(("tokens", "3"), ("roles", "cfg_text")))])
-    assert verdict.causes == {1: "rank 1: roles is cfg_text on rank 1 and not stated on rank 0"}
-
-
-def test_facts_are_compared_whatever_their_order():
-    assert decide(
-        [Ballot(have=True, facts=(("a", "1"), ("b", "2"))), Ballot(have=True, facts=(("b", "2"), ("a", "1")))]
-    ).keep
-
-
-def test_a_fact_stated_twice_still_gives_a_reason():
-    twice = Ballot(have=True, facts=(("tokens", "3"), ("tokens", "3")))
-    assert decide([YES, twice]).causes == {1: "rank 1: it states a fact twice"}
-
-
-def test_differences_are_measured_against_the_first_rank_that_has_kv():
-    verdict = decide([Ballot(have=False, cause="gone"), YES, Ballot(have=True, facts=(("tokens", "4"),))])
-    assert verdict.causes == {0: "rank 0: gone", 2: "rank 2: tokens is 4 on rank 2 and 3 on rank 1"}
+    assert rule([ballot(have())] * 3) == Ruling("keep", 0, usable=("primary",))
 
 
 def test_a_single_rank_decides_for_itself():
-    assert decide([YES]).keep
+    assert rule([ballot(have())]).kind == "keep"
 
 
-def test_no_ballots_are_a_misuse():
-    with pytest.raises(LocalProtocolError, match="at least one ballot"):
-        decide([])
+def test_what_is_missing_is_fetched_again_while_every_rank_has_time():
+    ruling = rule([ballot(have()), ballot(missing())])
+    assert (ruling.kind, ruling.missing) == ("refetch", ((1, "primary"),))
+    assert spell_causes(ruling.causes) == "rank 1 lacks primary: nothing from source rank 2 by the deadline"
 
 
-@pytest.mark.parametrize(
-    "ballot",
-    [
-        YES,
-        Ballot(have=False, cause="no shard of source rank 1 for “r/ä” within 0.3 s"),
-        Ballot(have=True),
-        Ballot(have=False, facts=(("x", ""), ("y", "z"))),
-    ],
+def test_without_time_on_one_rank_what_is_missing_drops_the_request_on_all():
+    ruling = rule([ballot(have()), ballot(missing()), ballot(have(), can_refetch=False)])
+    assert (ruling.kind, ruling.missing, ruling.usable) == ("drop", (), ())
+
+
+def test_rounds_come_to_an_end():
+    ruling = rule([ballot(have(), number=MAX_ROUNDS - 1), ballot(missing(), number=MAX_ROUNDS - 1)])
+    assert ruling.kind == "drop"
+
+
+def test_what_failed_for_good_is_not_waited_for():
+    ruling = rule([ballot(have()), ballot(failed()), ballot(missing())])
+    assert ruling.kind == "drop"
+    assert [cause[:2] for cause in ruling.causes] == [(1, "primary"), (2, "primary")]
+
+
+def test_a_required_role_that_every_rank_lacks_is_no_agreement_to_keep():
+    assert rule([ballot(missing(), can_refetch=False)] * 2).kind == "drop"
+
+
+def test_an_optional_role_that_no_rank_has_is_left_out():
+    ruling = rule([ballot(have(), missing("cfg_text", required=False))] * 2)
+    assert (ruling.kind, ruling.usable) == ("keep", ("primary",))
+
+
+def test_d02_a_split_over_an_optional_role_is_fetched_again_and_then_left_out_everywhere():
+    split = [have("cfg_text", required=False), missing("cfg_text", required=False)]
+    first = rule([ballot(have(), entry) for entry in split])
+    assert (first.kind, first.missing) == ("refetch", ((1, "cfg_text"),))
+    last = rule([ballot(have(), entry, can_refetch=False) for entry in split])
+    assert (last.kind, last.usable) == ("keep", ("primary",))
+    assert last.causes[0][:2] == (1, "cfg_text")
+
+
+def test_d06_a_split_over_a_required_companion_drops_the_request():
+    split = [have("cfg_text"), missing("cfg_text")]
+    assert rule([ballot(have(), entry, can_refetch=False) for entry in split]).kind == "drop"
+
+
+def test_x12_ranks_that_hold_different_tokens_do_not_agree():
+    ruling = rule([ballot(have(tokens=3)), ballot(have(tokens=99))])
+    assert ruling.kind == "drop"
+    assert spell_causes(ruling.causes) == "rank 1 lacks primary: differs: tokens 99 here, 3 on rank 0"
+
+
+def test_a_fact_that_only_one_rank_states_is_a_difference():
+    bare = RoleBallot("primary", "have", True)
+    assert "tokens not stated here, 3 on rank 0" in spell_causes(rule([ballot(have()), ballot(bare)]).causes)
+
+
+def test_ranks_that_vote_on_different_roles_drop():
+    ruling = rule([ballot(have()), ballot(have(), have("cfg_text"))])
+    assert ruling.kind == "drop"
+    assert spell_causes(ruling.causes) == (
+        "rank 1: votes on cfg_text (required), primary (required), rank 0 on primary (required)"
+    )
+
+
+def test_ranks_that_declare_a_role_differently_drop():
+    assert rule([ballot(have()), ballot(have(required=False))]).kind == "drop"
+
+
+@pytest.mark.parametrize("ballots", [[], [ballot(have()), ballot(have(), number=1)]])
+def test_ballots_of_no_round_or_of_two_are_a_misuse(ballots):
+    with pytest.raises(LocalProtocolError, match="ballots of one round"):
+        rule(ballots)
+
+
+standings = st.sampled_from(["have", "missing", "failed"])
+entries = st.builds(
+    lambda standing, fact: RoleBallot("r", standing, True, facts=(("f", fact),) if standing == "have" else ()),
+    standings,
+    st.sampled_from("ab"),
 )
-def test_a_ballot_survives_its_encoding(ballot):
-    assert Ballot.decode(ballot.encode()) == ballot
 
 
-def test_a_yes_with_a_cause_is_a_misuse():
-    with pytest.raises(LocalProtocolError, match="no cause"):
-        Ballot(have=True, cause="but")
+ballots_of_one_role = st.builds(lambda entry, time: Ballot(0, time, (entry,)), entries, st.booleans())
 
 
-def test_a_no_without_a_cause_gets_one():
-    assert Ballot(have=False).cause == "no cause given"
-
-
-def test_a_long_cause_is_cut_rather_than_losing_the_vote():
-    assert Ballot.decode(Ballot(have=False, cause="x" * 10**6).encode()).cause == "x" * 2000
-
-
-def test_facts_too_long_to_send_are_a_misuse():
-    with pytest.raises(LocalProtocolError, match="fewer or shorter facts"):
-        Ballot(have=True, facts=(("x", "y" * MAX_BALLOT_NBYTES),)).encode()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b"{}",
-        b'{"have":true}',
-        b'{"have":1,"cause":null,"facts":[]}',
-        b'{"have":true,"cause":"x","facts":[]}',
-        b'{"have":false,"cause":null,"facts":[]}',
-        b'{"have":false,"cause":7,"facts":[]}',
-        b'{"have":true,"cause":null,"facts":{}}',
-        b'{"have":true,"cause":null,"facts":[["a"]]}',
-        b'{"have":true,"cause":null,"facts":[["a",1]]}',
-        b'{"have":true,"cause":null,"facts":[],"more":1}',
-        b"[" * 60000,
-        b" " * (MAX_BALLOT_NBYTES + 1),
-    ],
-)
-def test_bytes_that_are_no_ballot_are_refused(data):
-    with pytest.raises(RemoteProtocolError, match="ballot"):
-        Ballot.decode(data)
-
-
-def test_the_published_verdict_wants_the_same_state_everywhere():
-    one = published_signature(True, ["kv_metadata", "past_key_values"])
-    assert one == (True, ("kv_metadata", "past_key_values"))
-    assert published_verdict([one, one])
-    assert not published_verdict([one, published_signature(False, [])])
-    assert not published_verdict([one, published_signature(True, ["past_key_values"])])
-    assert not published_verdict([one, None])
-
-
-def test_the_published_verdict_keeps_what_is_absent_on_every_rank():
-    assert published_verdict([published_signature(False, []), published_signature(False, [])])
-
-
-def test_a_group_that_turns_tuples_into_lists_does_not_change_the_verdict():
-    assert published_verdict([(True, ("a", "b")), [True, ["a", "b"]]])
-
-
-ENTER = {
-    "is_local": True,
-    "tp_active": True,
-    "has_group": True,
-    "tp_size": 2,
-    "need_recv_cache": True,
-    "request_id": "r1",
-}
-
-
-def test_pure_tensor_parallel_ranks_vote():
-    assert should_exchange(**ENTER)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"is_local": False},
-        {"tp_active": False},
-        {"has_group": False},
-        {"tp_size": 1},
-        {"need_recv_cache": False},
-        {"request_id": None},
-        {"request_id": "dummy_req_id"},
-        {"request_id": "dummy_req_id/3"},
-    ],
-)
-def test_each_shared_fact_alone_keeps_the_whole_group_out_of_the_vote(changed):
-    assert not should_exchange(**{**ENTER, **changed})
-
-
-def test_only_the_engines_own_warm_up_ids_are_dummies():
-    assert is_dummy_request_id("dummy_req_id")
-    assert is_dummy_request_id("dummy_req_id/0")
-    assert not is_dummy_request_id("dummy_req_id_7")
-    assert not is_dummy_request_id("r1")
-    assert not is_dummy_request_id(None)
+@given(st.lists(ballots_of_one_role, min_size=1, max_size=5))
+def test_keep_means_that_every_rank_has_the_role_with_the_same_facts(ballots):
+    ruling = rule(ballots)
+    alike = all(entry.roles[0] == ballots[0].roles[0] for entry in ballots)
+    assert (ruling.kind == "keep") == (alike and ballots[0].roles[0].standing == "have")
+    if ruling.kind == "refetch":
+        assert ruling.missing
+        assert all(entry.can_refetch for entry in ballots)
+        assert all(ballots[rank].roles[0].standing == "missing" for rank, _ in ruling.missing)

@@ -404,9 +404,9 @@ def test_d01_one_ranks_miss_drops_the_request_on_every_rank_and_the_next_one_wor
         outcomes = receive_together(receivers, timeout_s=0.2)
         assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
         assert outcomes[0].causes == outcomes[1].causes
-        assert "nothing from source rank 1" in outcomes[0].causes[1]
+        assert "rank 1 lacks primary: nothing from source rank 1" in outcomes[0].cause_of(1)
         for outcome in outcomes:
-            with pytest.raises(Dropped, match="dropped by every rank: rank 1: ReceiveTimeout"):
+            with pytest.raises(Dropped, match="dropped by every rank: rank 1 lacks primary: nothing"):
                 outcome.require()
         senders[1].send("req", part(layers, [1]))
         retried = receive_together(receivers)
@@ -443,13 +443,13 @@ def test_an_error_that_nobody_foresaw_is_a_vote_too(namespace, monkeypatch):
     with stages(route, "memory", groups=ThreadGroup.create(2)) as (senders, receivers):
         send_everywhere(senders, layers)
 
-        def out_of_memory(*_args):
+        def out_of_memory(*_args, **_keywords):
             raise MemoryError("no room on the device")
 
-        monkeypatch.setattr(receivers[1], "_fetch", out_of_memory)
+        monkeypatch.setattr(receivers[1]._transport, "get", out_of_memory)
         outcomes = receive_together(receivers)
         assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
-        assert "MemoryError: no room on the device" in outcomes[0].causes[1]
+        assert outcomes[0].cause_of(1) == "rank 1 lacks primary: MemoryError: no room on the device"
 
 
 def test_a_rank_whose_peer_never_votes_is_in_doubt_and_keeps_nothing(namespace):

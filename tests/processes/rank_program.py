@@ -60,10 +60,10 @@ def receive(route, rank):
         say(state="ready")
         started = time.monotonic()
         if group is None:
-            kv, causes, verdict = receiver.receive("req/1", timeout_s=ROLE["timeout_s"]), {}, "keep"
+            kv, causes, verdict = receiver.receive("req/1", timeout_s=ROLE["timeout_s"]), "", "keep"
         else:
             outcome = receiver.receive_together("req/1", timeout_s=ROLE["timeout_s"])
-            kv, causes, verdict = outcome.kv, outcome.causes, outcome.verdict
+            kv, causes, verdict = outcome.kv, outcome.cause_of(1), outcome.verdict
         same = kv is not None and holds(kv.layers, expected)
         metadata = kv.metadata if kv is not None else None
         if kv is not None:

@@ -7,9 +7,11 @@ their order, and a later version may only append fields.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
+
+from omnikv.errors import RemoteProtocolError
 
 # Said in every Hello; peers of different versions refuse each other.
 PROTOCOL_VERSION = 1
@@ -136,3 +138,72 @@ class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
 
 ToSource = Hello | Refused | Want | Unwant | Ack | Return
 ToTarget = Hello | Refused | Segment | Retired | Ready | Failed | Absent
+
+
+# The vote of a group: what goes over its exchange or its channel. `omnikv.core.verdict` gives it meaning.
+
+Standing = Literal["have", "missing", "failed"]
+
+
+class RoleBallot(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's word on one role of a request: it has it, it is still missing, or it failed and why.
+
+    `facts` are (name, text) pairs, sorted, that must be equal on every rank for the role to be used together.
+    """
+
+    role: Name
+    standing: Standing
+    required: bool
+    cause: Reason = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+class Ballot(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's vote on one request in one round: its roles, sorted by name, and whether it has time for one more."""
+
+    round: Count
+    can_refetch: bool
+    roles: tuple[RoleBallot, ...]
+
+
+class Ruling(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank does with a request: keep the `usable` roles, fetch what is `missing` again, or drop it all.
+
+    `missing` are (rank, role) pairs, `causes` are (rank, role, words), both sorted; a cause that is about a rank as a
+    whole has an empty role. With "keep", causes say why a role that is not usable was left out.
+    """
+
+    kind: Literal["keep", "refetch", "drop"]
+    round: Count
+    usable: tuple[str, ...] = ()
+    missing: tuple[tuple[int, str], ...] = ()
+    causes: tuple[tuple[int, str, str], ...] = ()
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True, tag="vote"):
+    """A ballot on the request `key`, as it travels through a group's exchange. `facts` must be equal on every rank."""
+
+    key: str
+    facts: str
+    ballot: Ballot
+
+
+_vote_encoder = msgspec.msgpack.Encoder()
+_vote_decoder = msgspec.msgpack.Decoder(Vote)
+
+
+def encode_vote(key: str, facts: str, ballot: Ballot) -> bytes:
+    """The vote as bytes."""
+    return _vote_encoder.encode(Vote(key, facts, ballot))
+
+
+def decode_vote(data: bytes) -> Vote:
+    """The vote that `encode_vote` gave as `data`.
+
+    Raises:
+        RemoteProtocolError: it is none.
+    """
+    try:
+        return _vote_decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a peer's vote cannot be read: {error}") from error

@@ -1,170 +1,117 @@
-"""What a group decides about one request's KV, from what each of its ranks says: ballots in, one verdict out.
+"""What a group decides about one request's KV in one round: ballots in, one ruling out, from the ballots alone.
 
-Ranks that run a request in lockstep must take the same way. Each casts exactly one ballot a request, whatever happened
-to it: an error before the vote becomes a ballot that says no. Every rank feeds the same list of ballots, in rank order,
-to `decide`, so all come to the same verdict without a further message.
-
-Two dialects live here. `Ballot` and `decide` are omnikv's own: they compare what was received (tokens, layers, roles),
-and a verdict of "drop" says why, rank by rank. The published dialect of engines compares a signature only, "did the
-primary arrive, and which fields does the request carry now" (vllm-omni #5636); `published_verdict` is its rule.
-
-Whether an exchange takes place at all is decided by `should_exchange` from values that are equal on every rank of the
-group. Nothing that a single rank knows alone may enter there: one rank skipping what another enters is a deadlock.
+`omnikv.core.vote` says how ballots and rulings travel; a group that shows every ballot to every rank may also let each
+rank rule for itself, since all come to the same.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from omnikv.errors import LocalProtocolError, RemoteProtocolError
+from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.errors import LocalProtocolError
 
-Signature = tuple[bool, tuple[str, ...]]
-MAX_BALLOT_NBYTES = 65536
-_MAX_CAUSE_CHARS = 2000
+# A ruling about a rank as a whole, not about one of its roles.
+WHOLE_RANK = ""
+# More rounds than any deadline leaves room for: a bound that makes every run finite.
+MAX_ROUNDS = 16
 
-DUMMY_REQUEST_ID = "dummy_req_id"
+
+def rule(ballots: Sequence[Ballot]) -> Ruling:
+    """The ruling on one round's ballots, given in rank order; it depends on nothing else.
+
+    A role is usable when every rank has it with the same facts. A required role that is not: if all that is wrong is
+    that some ranks still miss something, and every rank has time, they fetch again; otherwise all drop the request. An
+    optional role that only some ranks have is fetched again too while there is time, and then left out on every rank;
+    one that no rank has is left out, since absence on all of them is the same state.
+
+    Raises:
+        LocalProtocolError: no ballots, or ballots of different rounds.
+    """
+    rounds = {ballot.round for ballot in ballots}
+    if len(rounds) != 1:
+        raise LocalProtocolError(f"a ruling needs ballots of one round, got those of rounds {sorted(rounds)}")
+    number = rounds.pop()
+    if len(set(ballots)) == 1 and all(entry.standing == "have" for entry in ballots[0].roles):
+        return Ruling("keep", number, usable=tuple(entry.role for entry in ballots[0].roles))
+    undeclared = _undeclared(ballots)
+    if undeclared:
+        return Ruling("drop", number, causes=undeclared)
+    findings = [_find(index, ballots) for index in range(len(ballots[0].roles))]
+    causes = tuple(sorted(cause for finding in findings for cause in finding.causes))
+    missing = tuple(sorted(pair for finding in findings for pair in finding.missing))
+    blocked = any(finding.required and finding.is_beyond_fetching for finding in findings)
+    if missing and not blocked and number + 1 < MAX_ROUNDS and all(ballot.can_refetch for ballot in ballots):
+        return Ruling("refetch", number, missing=missing, causes=causes)
+    if any(finding.required and not finding.is_usable for finding in findings):
+        return Ruling("drop", number, causes=causes)
+    usable = tuple(finding.role for finding in findings if finding.is_usable)
+    return Ruling("keep", number, usable=usable, causes=causes)
 
 
-def is_dummy_request_id(request_id: object) -> bool:
-    """Whether an engine made this id up for a warm-up run, for which no stage ever sends KV."""
-    return isinstance(request_id, str) and (
-        request_id == DUMMY_REQUEST_ID or request_id.startswith(f"{DUMMY_REQUEST_ID}/")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    """One role over all ranks. `missing` are the (rank, role) pairs that another fetch might bring."""
+
+    role: str
+    required: bool
+    is_usable: bool
+    is_beyond_fetching: bool
+    missing: tuple[tuple[int, str], ...] = ()
+    causes: tuple[tuple[int, str, str], ...] = ()
+
+
+def _find(index: int, ballots: Sequence[Ballot]) -> _Finding:
+    entries = [ballot.roles[index] for ballot in ballots]
+    role, required = entries[0].role, entries[0].required
+    holders = [rank for rank, entry in enumerate(entries) if entry.standing == "have"]
+    lacking = [rank for rank, entry in enumerate(entries) if entry.standing != "have"]
+    causes = [(rank, role, entries[rank].cause or entries[rank].standing) for rank in lacking]
+    odd = [rank for rank in holders if entries[rank].facts != entries[holders[0]].facts]
+    causes += [(rank, role, _difference(entries[rank], entries[holders[0]], holders[0])) for rank in odd]
+    is_usable = len(holders) == len(entries) and not odd
+    # What a sender failed, or what differs in content, no further fetch can mend.
+    is_beyond_fetching = bool(odd) or any(entries[rank].standing == "failed" for rank in lacking)
+    worth_fetching = not is_beyond_fetching and lacking and (required or holders)
+    return _Finding(
+        role=role,
+        required=required,
+        is_usable=is_usable,
+        is_beyond_fetching=is_beyond_fetching,
+        missing=tuple((rank, role) for rank in lacking) if worth_fetching else (),
+        causes=tuple(causes),
     )
 
 
-def should_exchange(
-    *, is_local: bool, tp_active: bool, has_group: bool, tp_size: int, need_recv_cache: bool, request_id: str | None
-) -> bool:
-    """Whether the ranks of a tensor-parallel group vote on this request; every argument is equal on all of them.
-
-    Only ranks that each fetch their own shard can disagree: elsewhere one leader fetches and distributes.
-    """
-    if not (is_local and tp_active and has_group and tp_size > 1 and need_recv_cache):
-        return False
-    return request_id is not None and not is_dummy_request_id(request_id)
-
-
-def published_signature(received: bool, roles: Sequence[str]) -> Signature:
-    """What a rank reports in the published exchange: did the primary arrive, and the sorted names of what it holds."""
-    return bool(received), tuple(sorted(roles))
-
-
-def published_verdict(signatures: Sequence[object]) -> bool:
-    """Whether every rank reported the same state. Absence on all of them is the same state too, and is kept."""
-    return all(_as_tuples(signature) == _as_tuples(signatures[0]) for signature in signatures)
-
-
-def _as_tuples(value: object) -> object:
-    # A group may carry tuples as lists; the state they name is the same.
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
-    """One rank's word on one request: does it hold usable KV, why not, and what its KV is.
-
-    `facts` are (name, text) pairs that must be equal on all ranks for the KV to be usable together, such as the number
-    of tokens; they are kept sorted. A ballot that says no carries a cause.
-
-    Raises:
-        LocalProtocolError: a cause on a ballot that says yes.
-    """
-
-    have: bool
-    cause: str | None = None
-    facts: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.have and self.cause is not None:
-            raise LocalProtocolError(f"a ballot that says yes has no cause, got {self.cause!r}")
-        if not self.have:
-            object.__setattr__(self, "cause", (self.cause or "no cause given")[:_MAX_CAUSE_CHARS])
-        object.__setattr__(self, "facts", tuple(sorted((str(name), str(text)) for name, text in self.facts)))
-
-    def encode(self) -> bytes:
-        """The ballot as JSON, for a group's exchange.
-
-        Raises:
-            LocalProtocolError: its facts make it longer than a ballot may be.
-        """
-        fields = {"have": self.have, "cause": self.cause, "facts": [list(fact) for fact in self.facts]}
-        data = json.dumps(fields, separators=(",", ":")).encode("ascii")
-        if len(data) > MAX_BALLOT_NBYTES:
-            raise LocalProtocolError(
-                f"a ballot has {len(data)} bytes, at most {MAX_BALLOT_NBYTES} are allowed; state fewer or shorter facts"
-            )
-        return data
-
-    @classmethod
-    def decode(cls, data: bytes) -> Ballot:
-        """The ballot that `encode` gave as `data`.
-
-        Raises:
-            RemoteProtocolError: `data` is no encoded ballot.
-        """
-        if len(data) > MAX_BALLOT_NBYTES:
-            raise RemoteProtocolError(f"a ballot has {len(data)} bytes, at most {MAX_BALLOT_NBYTES} are allowed")
-        try:
-            fields = json.loads(bytes(data).decode("ascii"))
-        except (ValueError, RecursionError) as error:
-            raise RemoteProtocolError(f"a ballot is no JSON: {bytes(data[:80])!r}") from error
-        if not isinstance(fields, dict) or set(fields) != {"have", "cause", "facts"}:
-            raise RemoteProtocolError(f"a ballot has the fields have, cause and facts, got {bytes(data[:80])!r}")
-        return _checked_ballot(fields)
-
-
-def _checked_ballot(fields: dict[str, Any]) -> Ballot:
-    have, cause, facts = fields["have"], fields["cause"], fields["facts"]
-    if not isinstance(have, bool):
-        raise RemoteProtocolError(f"a ballot's have must be true or false, got {have!r}")
-    if have != (cause is None) or not isinstance(cause, str | None):
-        raise RemoteProtocolError(f"a ballot has a cause in words exactly when it says no, got {have!r} and {cause!r}")
-    pairs = facts if isinstance(facts, list) else [facts]
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise RemoteProtocolError(f"a ballot's facts must be pairs of texts, got {pair!r}")
-    return Ballot(have=have, cause=cause, facts=tuple((name, text) for name, text in pairs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What every rank of the group does with this request's KV; `causes` names each rank that stood against it."""
-
-    keep: bool
-    causes: dict[int, str] = field(default_factory=dict)
-
-
-def decide(ballots: Sequence[Ballot]) -> Verdict:
-    """The verdict on these ballots, given in rank order: keep exactly when all have KV and state the same facts.
-
-    Ranks whose facts differ are measured against the lowest rank that has KV.
-
-    Raises:
-        LocalProtocolError: there are no ballots.
-    """
-    if not ballots:
-        raise LocalProtocolError("a verdict needs at least one ballot: a group has at least one rank")
-    causes: dict[int, str] = {}
-    reference: int | None = None
-    for rank, ballot in enumerate(ballots):
-        if not ballot.have:
-            causes[rank] = f"rank {rank}: {ballot.cause}"
-        elif reference is None:
-            reference = rank
-        elif ballot.facts != ballots[reference].facts:
-            causes[rank] = f"rank {rank}: {_difference(rank, ballot, reference, ballots[reference])}"
-    return Verdict(keep=not causes, causes=causes)
-
-
-def _difference(rank: int, ballot: Ballot, reference: int, other: Ballot) -> str:
-    mine, theirs = dict(ballot.facts), dict(other.facts)
-    absent = "not stated"
+def _difference(entry: RoleBallot, other: RoleBallot, other_rank: int) -> str:
+    mine, theirs = dict(entry.facts), dict(other.facts)
     parts = [
-        f"{name} is {mine.get(name, absent)} on rank {rank} and {theirs.get(name, absent)} on rank {reference}"
+        f"{name} {mine.get(name, 'not stated')} here, {theirs.get(name, 'not stated')} on rank {other_rank}"
         for name in sorted({*mine, *theirs})
         if mine.get(name) != theirs.get(name)
     ]
-    return "; ".join(parts) or "it states a fact twice"
+    return "differs: " + "; ".join(parts)
+
+
+def _undeclared(ballots: Sequence[Ballot]) -> tuple[tuple[int, str, str], ...]:
+    declared = [tuple((entry.role, entry.required) for entry in ballot.roles) for ballot in ballots]
+    return tuple(
+        (rank, WHOLE_RANK, f"votes on {_spell(roles)}, rank 0 on {_spell(declared[0])}")
+        for rank, roles in enumerate(declared)
+        if roles != declared[0]
+    )
+
+
+def _spell(roles: Sequence[tuple[str, bool]]) -> str:
+    return ", ".join(f"{role} ({'required' if required else 'optional'})" for role, required in roles) or "no roles"
+
+
+def spell_cause(rank: int, role: str, words: str) -> str:
+    """One cause in words: "rank 1 lacks cfg_text: producer failed"."""
+    return f"rank {rank}: {words}" if role == WHOLE_RANK else f"rank {rank} lacks {role}: {words}"
+
+
+def spell_causes(causes: Sequence[tuple[int, str, str]]) -> str:
+    """A ruling's causes in one line."""
+    return "; ".join(spell_cause(*cause) for cause in causes)

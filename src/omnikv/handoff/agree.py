@@ -1,9 +1,10 @@
-"""Ranks in lockstep decide together whether a request's KV is used.
+"""Ranks in lockstep decide together whether a request's KV is used, round by round until the ruling is final.
 
 Between the start of a receive and its ballot no path leaves: whatever goes wrong on a rank becomes a ballot that says
-so, because a rank that stayed away would leave its peers in an exchange that never ends. Every rank then computes the
-same verdict from the same ballots. A rank that cannot learn its peers' ballots raises `VerdictInDoubt`: it never
-guesses.
+so, because a rank that stayed away would leave its peers in a vote that never ends. A round's fetch waits for a slice
+of the request's time only, each slice twice as long as the one before, so that a failure anywhere is known everywhere
+long before the deadline while a late part can still be fetched in a later round. A rank that cannot learn the ruling
+raises `VerdictInDoubt`; it never guesses.
 """
 
 from __future__ import annotations
@@ -11,87 +12,175 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from omnikv.core.verdict import Ballot, decide
-from omnikv.errors import Dropped, OmniKVError
-from omnikv.groups.base import Group
-from omnikv.handoff.receive import ReceivedKV, layer_facts
+from omnikv.core.keys import PRIMARY_ROLE
+from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.verdict import MAX_ROUNDS, spell_cause, spell_causes
+from omnikv.errors import Dropped, LocalProtocolError, OmniKVError
+from omnikv.groups.base import Agreement
+from omnikv.handoff.assemble import layer_facts
+from omnikv.handoff.receive import RoleFetch
+from omnikv.handoff.received import ReceivedKV
 
 logger = logging.getLogger("omnikv.agree")
+
+_MAX_CAUSE_CHARS = 500
+# A round that would leave less than this of the request's time is the last one.
+_WORTH_A_ROUND_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What the group decided about a request, the same on every rank.
 
-    `kv` is this rank's part after "keep" and None after "drop"; `causes` says in words what was wrong, by rank.
+    After "keep", `roles` holds this rank's KV of every role that all ranks have, and `kv` is the primary's; a role that
+    was asked for and is not in there was left out on every rank, and `causes` says why. After "drop" both are empty.
+    `causes` are (rank, role, words). `rounds` is how many votes it took.
     """
 
     request_id: str
     verdict: Literal["keep", "drop"]
-    kv: ReceivedKV | None
-    causes: dict[int, str]
+    roles: Mapping[str, ReceivedKV] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    causes: tuple[tuple[int, str, str], ...] = ()
+    rounds: int = 1
+
+    @property
+    def kv(self) -> ReceivedKV | None:
+        """This rank's KV of the primary role."""
+        return self.roles.get(PRIMARY_ROLE)
 
     def require(self) -> ReceivedKV:
-        """This rank's KV.
+        """This rank's KV of the primary role.
 
         Raises:
-            Dropped: the group dropped the request, on every rank alike.
+            Dropped: the group dropped the request, or left the primary out, on every rank alike.
         """
-        if self.kv is None:
-            causes = "; ".join(cause for _, cause in sorted(self.causes.items()))
+        kv = self.kv
+        if kv is None:
             raise Dropped(
-                f"request {self.request_id!r} was dropped by every rank: {causes}", request_id=self.request_id
+                f"request {self.request_id!r} was dropped by every rank: {spell_causes(self.causes)}",
+                request_id=self.request_id,
             )
-        return self.kv
+        return kv
+
+    def cause_of(self, rank: int) -> str:
+        """Why the request was dropped or a role left out, as far as it lies with `rank`, in words."""
+        return "; ".join(spell_cause(*cause) for cause in self.causes if cause[0] == rank)
+
+    def close(self) -> None:
+        """Tell the senders that every role was used; views on them end here. Idempotent."""
+        for kv in self.roles.values():
+            kv.close()
 
 
-def receive_and_vote(
-    request_id: str, receive: Callable[[], ReceivedKV], group: Group, *, vote_deadline: float
-) -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When a request's fetches and votes end, all on the monotonic clock, in seconds; `first_slice_s` is a duration."""
+
+    started: float
+    deadline: float
+    vote_deadline: float
+    first_slice_s: float
+
+    def slice_end(self, number: int) -> tuple[float, bool]:
+        """When round `number` stops waiting, and whether the request's time allows another round after it."""
+        end = self.started + self.first_slice_s * (2 ** (number + 1) - 1)
+        if number + 1 >= MAX_ROUNDS or end > self.deadline - _WORTH_A_ROUND_S:
+            return self.deadline, False
+        return end, True
+
+
+def receive_and_vote(key: str, fetches: Mapping[RoleFetch, bool], agreement: Agreement, schedule: Schedule) -> Outcome:
     """The group's outcome; every rank of the group must call this for the same request.
 
-    After "drop", and when the verdict stays unknown, this rank's payloads are given back to their senders unconsumed.
+    `fetches` maps each role's fetch to whether the role is required. After "drop", for roles that are left out, and
+    when the ruling stays unknown, this rank's payloads are given back to their senders unconsumed.
 
     Raises:
-        VerdictInDoubt: this rank voted and cannot learn the verdict by `vote_deadline` (monotonic seconds).
-        RemoteProtocolError: a peer's ballot is not one.
+        VerdictInDoubt: this rank voted and cannot learn the ruling by the schedule's vote deadline.
+        RemoteProtocolError: the ranks do not vote on the same request, or a peer's vote cannot be read.
     """
-    with ExitStack() as unless_kept:
-        kv, ballot = _cast(receive)
-        if kv is not None:
-            unless_kept.callback(kv.give_back)
-        answers = group.exchange(ballot.encode(), deadline=vote_deadline)
-        verdict = decide([Ballot.decode(answer) for answer in answers])
-        if not verdict.keep:
-            logger.warning("request %r dropped on all %d ranks: %s", request_id, group.size, verdict.causes)
-            return Outcome(request_id=request_id, verdict="drop", kv=None, causes=dict(verdict.causes))
-        unless_kept.pop_all()
-        return Outcome(request_id=request_id, verdict="keep", kv=kv, causes={})
+    ordered = sorted(fetches.items(), key=lambda item: item[0].role)
+    with ExitStack() as given_back:
+        for fetch, _ in ordered:
+            given_back.callback(fetch.give_back)
+        for number in range(MAX_ROUNDS):
+            ballot = _fetch_and_cast(number, ordered, schedule)
+            ruling = agreement.agree(key, ballot, deadline=schedule.vote_deadline)
+            if ruling.kind != "refetch":
+                return _outcome(ordered, ruling)
+            logger.debug("request %r, round %d: %s", key, number, spell_causes(ruling.causes))
+    raise LocalProtocolError(f"request {key!r} was to be fetched again after {MAX_ROUNDS} rounds")
 
 
-def _cast(receive: Callable[[], ReceivedKV]) -> tuple[ReceivedKV | None, Ballot]:
+def _outcome(ordered: Sequence[tuple[RoleFetch, bool]], ruling: Ruling) -> Outcome:
+    request_id = ordered[0][0].request_id
+    if ruling.kind == "drop":
+        logger.warning("request %r is dropped on every rank: %s", request_id, spell_causes(ruling.causes))
+        return Outcome(request_id=request_id, verdict="drop", causes=ruling.causes, rounds=ruling.round + 1)
+    left_out = tuple(fetch.role for fetch, _ in ordered if fetch.role not in ruling.usable)
+    if left_out:
+        logger.info("request %r goes on without %s: %s", request_id, left_out, spell_causes(ruling.causes))
+    return Outcome(
+        request_id=request_id,
+        verdict="keep",
+        roles={fetch.role: fetch.require() for fetch, _ in ordered if fetch.role in ruling.usable},
+        left_out=left_out,
+        causes=ruling.causes,
+        rounds=ruling.round + 1,
+    )
+
+
+def _fetch_and_cast(number: int, ordered: Sequence[tuple[RoleFetch, bool]], schedule: Schedule) -> Ballot:
+    end, can_refetch = schedule.slice_end(number)
+    return Ballot(
+        round=number,
+        can_refetch=can_refetch,
+        roles=tuple(_fetch_role(fetch, required, end) for fetch, required in ordered),
+    )
+
+
+def _fetch_role(fetch: RoleFetch, required: bool, end: float) -> RoleBallot:
     try:
-        kv = receive()
-        return kv, Ballot(have=True, cause=None, facts=_facts(kv))
+        fetch.fetch(deadline=end)
+        if fetch.kv is not None:
+            return RoleBallot(fetch.role, "have", required, facts=_facts(fetch.kv))
+        if fetch.failure is None:
+            return RoleBallot(fetch.role, "missing", required, cause=fetch.spell_missing(fetch.missing_ranks))
+        error: Exception = fetch.failure
     # edge: just before the vote; a rank that left here would hang its peers, so every error becomes its ballot.
-    except Exception as error:
-        if not isinstance(error, OmniKVError):
-            logger.warning("an unexpected error became a ballot", exc_info=True)
-        return None, Ballot(have=False, cause=f"{type(error).__name__}: {error}", facts=())
+    except Exception as caught:  # noqa: BLE001
+        error = caught
+    if not isinstance(error, OmniKVError):
+        logger.warning("an error that nobody foresaw became a ballot", exc_info=error)
+    return RoleBallot(fetch.role, "failed", required, cause=f"{type(error).__name__}: {error}"[:_MAX_CAUSE_CHARS])
 
 
 def _facts(kv: ReceivedKV) -> tuple[tuple[str, str], ...]:
-    """What must agree between ranks that hold different heads of one request."""
+    """What must agree between ranks that hold different heads of one request, sorted by name."""
     layers = hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest()
     metadata = json.dumps(kv.metadata, sort_keys=True, default=repr).encode()
     return (
-        ("tokens", str(kv.num_tokens)),
+        ("dtype", str(kv.layers[0].key.dtype).removeprefix("torch.")),
+        ("layer shapes", layers),
         ("layers", str(len(kv.layers))),
-        ("layer shapes and dtypes", layers),
         ("metadata", hashlib.blake2b(metadata, digest_size=8).hexdigest()),
+        ("tokens", str(kv.num_tokens)),
+    )
+
+
+def monotonic_schedule(timeout_s: float, *, vote_timeout_s: float, first_slice_s: float) -> Schedule:
+    """The schedule of a request that starts now."""
+    now = time.monotonic()
+    return Schedule(
+        started=now,
+        deadline=now + timeout_s,
+        vote_deadline=now + timeout_s + vote_timeout_s,
+        first_slice_s=first_slice_s,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +17,11 @@ from omnikv.config import HandoffConfig
 from omnikv.core.keys import PRIMARY_ROLE, PayloadId
 from omnikv.core.reshard import Piece, Route
 from omnikv.errors import ConfigError
-from omnikv.groups.base import Group
-from omnikv.handoff.agree import Outcome, receive_and_vote
-from omnikv.handoff.receive import ReceivedKV, discard_payload, fetch
+from omnikv.groups.base import Agreement, Group
+from omnikv.groups.exchange import ExchangeAgreement
+from omnikv.handoff.agree import Outcome, monotonic_schedule, receive_and_vote
+from omnikv.handoff.receive import RoleFetch, discard_payload
+from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import Layers, SendReport, SentPiece, fail_all, piece_sources, plan_piece, publish_all
 from omnikv.transports.base import Endpoint, Side, Transport
 from omnikv.transports.registry import open_transport
@@ -151,10 +153,12 @@ class KVReceiver(_RouteEnd):
         *,
         transport: str | None = None,
         options: Mapping[str, Any] | None = None,
-        group: Group | None = None,
+        group: Group | Agreement | None = None,
         config: HandoffConfig | None = None,
     ) -> None:
         """`rank` is this process's rank in the receiving stage; `group` the ranks it acts in lockstep with.
+
+        The ranks of a group must be configured alike; a difference is reported by the first vote.
 
         Raises:
             ConfigError: unknown transport or options; TopologyError: `rank` is not in the route.
@@ -162,7 +166,15 @@ class KVReceiver(_RouteEnd):
         """
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
         super().__init__(route, "target", rank, route.pieces_to(rank), resolved)
-        self.group = group
+        self._agreement: Agreement | None = None
+        if group is not None:
+            self.join(group)
+
+    def join(self, group: Group | Agreement) -> None:
+        """Nothing; from now on this receiver votes in `group`, for stages whose groups form after their transports."""
+        if isinstance(group, Group):
+            group = ExchangeAgreement(group, facts=self.config.fingerprint())
+        self._agreement = group
 
     def receive(
         self, request_id: str, *, timeout_s: float | None = None, role: str = PRIMARY_ROLE, attempt: int = 0
@@ -178,28 +190,42 @@ class KVReceiver(_RouteEnd):
             ConnectError: a sender states another route.
             TransportError: the transport failed.
         """
-        return self._fetch(request_id, role, attempt, self._deadline(timeout_s))
+        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
+        with self._role_fetch(request_id, role, attempt) as fetch:
+            fetch.fetch(deadline=time.monotonic() + wait_s)
+            return fetch.require()
 
     def receive_together(
-        self, request_id: str, *, timeout_s: float | None = None, role: str = PRIMARY_ROLE, attempt: int = 0
+        self,
+        request_id: str,
+        *,
+        timeout_s: float | None = None,
+        required: Sequence[str] = (PRIMARY_ROLE,),
+        optional: Sequence[str] = (),
+        attempt: int = 0,
     ) -> Outcome:
-        """The group's outcome: every rank has its KV ("keep"), or none uses any ("drop"), whatever failed where.
+        """The group's outcome: every rank has the same roles of the request ("keep"), or none uses any ("drop").
 
-        Every rank of the group must call this for the same request; errors of the receive become this rank's vote.
+        Every rank of the group must call this for the same request, with the same roles; errors of the receive become
+        this rank's vote. A required role that some rank cannot get drops the request; an optional one is then left out
+        on every rank, as is one that no rank has. Close the outcome, or each of its roles, when the KV was used.
 
         Raises:
-            ConfigError: this receiver was made without a group.
-            VerdictInDoubt: this rank voted and could not learn the verdict in time; tear the group down.
+            ConfigError: this receiver was made without a group, or a role is named twice or not at all.
+            VerdictInDoubt: this rank voted and could not learn the ruling in time; tear the group down.
+            RemoteProtocolError: the ranks of the group do not vote on the same request.
         """
-        if self.group is None:
-            raise ConfigError("receive_together needs the ranks to agree with: pass group= to KVReceiver")
-        deadline = self._deadline(timeout_s)
-        return receive_and_vote(
-            request_id,
-            lambda: self._fetch(request_id, role, attempt, deadline),
-            self.group,
-            vote_deadline=deadline + self.config.vote_timeout_s,
+        if self._agreement is None:
+            raise ConfigError("receive_together needs the ranks to agree with: pass group= to KVReceiver, or join one")
+        names = [*required, *optional]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"name each role once and at least one, got required {required} and optional {optional}")
+        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
+        schedule = monotonic_schedule(
+            wait_s, vote_timeout_s=self.config.vote_timeout_s, first_slice_s=self.config.first_slice_s
         )
+        fetches = {self._role_fetch(request_id, name, attempt): name in required for name in names}
+        return receive_and_vote(f"{request_id}/{attempt}", fetches, self._agreement, schedule)
 
     def discard(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> int:
         """How many parts of the request were here and are now consumed unread: for after a drop, without a retry.
@@ -209,13 +235,9 @@ class KVReceiver(_RouteEnd):
         parts = self._identities(request_id, role, attempt)
         return sum(discard_payload(self._transport, identity) for identity, _ in parts)
 
-    def _fetch(self, request_id: str, role: str, attempt: int, deadline: float) -> ReceivedKV:
+    def _role_fetch(self, request_id: str, role: str, attempt: int) -> RoleFetch:
         wanted = self._identities(request_id, role, attempt)
-        return fetch(self._transport, wanted, len(self.route.target_heads[self.rank]), deadline=deadline)
-
-    def _deadline(self, timeout_s: float | None) -> float:
-        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
-        return time.monotonic() + wait_s
+        return RoleFetch(self._transport, role, wanted, len(self.route.target_heads[self.rank]))
 
     def __enter__(self) -> KVReceiver:
         return self

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from omnikv.core.published_vote import published_signature, should_exchange
 from omnikv.core.receive_role import ReceiveLayout
 from omnikv.core.roles import clear_payload, collect_payload
-from omnikv.core.verdict import published_signature, should_exchange
 from omnikv.handoff.object_agreement import agree_on_state
 
 logger = logging.getLogger("omnikv.agree")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from omnikv.core.verdict import Signature, published_verdict
+from omnikv.core.published_vote import Signature, published_verdict
 from omnikv.errors import VerdictInDoubt
 
 logger = logging.getLogger("omnikv.agree")

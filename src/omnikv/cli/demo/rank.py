@@ -57,7 +57,7 @@ def run_decode(job: RankJob, channel: RankChannel) -> None:
     """Receive this rank's heads and continue the text; when the stage drops them, run the prompt again instead."""
     with KVReceiver(job.route(), job.rank, transport="shm", options=SHM_OPTIONS) as receiver:
         engine = _load(job)
-        receiver.group = _lockstep(job)
+        receiver.join(_lockstep(job))
         channel.tell("ready")
         _wait_for("receive", channel)
         channel.tell("waiting")
@@ -103,7 +103,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
     kv = outcome.kv
     return {
         "verdict": outcome.verdict,
-        "causes": {str(rank): cause for rank, cause in outcome.causes.items()},
+        "causes": {str(rank): outcome.cause_of(rank) for rank, _, _ in outcome.causes},
         "nbytes": kv.nbytes if kv is not None else 0,
         "sources": [[piece.source_rank, piece.waited_s] for piece in kv.sources] if kv is not None else [],
     }

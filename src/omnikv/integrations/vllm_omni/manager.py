@@ -26,7 +26,7 @@ import torch
 from omnikv.core import roles
 from omnikv.core.receive_role import ReceiveLayout, ReceiveRole
 from omnikv.core.topology import KVTPTopology
-from omnikv.core.verdict import is_dummy_request_id
+from omnikv.core.published_vote import is_dummy_request_id
 from omnikv.errors import ConfigError, OmniKVError, PayloadLost
 from omnikv.handoff.distribute import hand_on
 from omnikv.handoff.engine_connector import Stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omnikv.core.verdict import DUMMY_REQUEST_ID, is_dummy_request_id
+from omnikv.core.published_vote import DUMMY_REQUEST_ID, is_dummy_request_id
 from omnikv.errors import ConfigError
 
 # Warm-up runs carry this id, or this id, a slash and more; there is no sender for them.

@@ -1,0 +1,91 @@
+"""What a receive gives: one role of one request's KV on this rank, and who holds the memory under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from omnikv.core.reshard import HeadIds
+from omnikv.tensors.kv import LayerKV
+from omnikv.transports.base import Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedPiece:
+    """What came from one source rank: global head ids, the payload's size, and how long this rank waited for it."""
+
+    source_rank: int
+    heads: HeadIds
+    nbytes: int
+    waited_s: float
+
+
+class ReceivedKV:
+    """One request's KV on this rank: `layers`, `metadata`, and which rank sent what.
+
+    With one sender the tensors are views on the transport's memory (`owns_memory` is False): read them, or `detach`
+    them, before `close`, which lets the sender reuse that memory. With several they were merged into memory of their
+    own. Close it, or use it as a context manager; `give_back` returns the payloads unconsumed instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        layers: list[LayerKV],
+        metadata: dict[str, Any],
+        sources: tuple[ReceivedPiece, ...],
+        leases: Sequence[Lease],
+        owns_memory: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.layers = layers
+        self.metadata = metadata
+        self.sources = sources
+        self.owns_memory = owns_memory
+        self._leases = list(leases)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.layers[0].key.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes received, headers included."""
+        return sum(piece.nbytes for piece in self.sources)
+
+    def detach(self) -> None:
+        """Copy the tensors into memory of their own, unless they are, and let the senders reuse theirs."""
+        if not self.owns_memory:
+            self.layers = [LayerKV(layer.key.clone(), layer.value.clone()) for layer in self.layers]
+            self.owns_memory = True
+        self._end(consumed=True)
+
+    def close(self) -> None:
+        """Tell the senders that the payloads were used; views on them end here. Idempotent."""
+        if not self.owns_memory:
+            self.layers = []
+        self._end(consumed=True)
+
+    def give_back(self) -> None:
+        """Return the payloads unconsumed, so that the same receive finds them again; the tensors end here."""
+        self.layers = []
+        self._end(consumed=False)
+
+    def _end(self, *, consumed: bool) -> None:
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            if consumed:
+                lease.acknowledge()
+            else:
+                lease.release()
+
+    def __enter__(self) -> ReceivedKV:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
