@@ -22,8 +22,7 @@ class HandoffConfig:
         options: keyword options of that transport.
         receive_timeout_s: how long a receive waits for its payloads when the call does not say.
         vote_timeout_s: how long after the receive's deadline a rank waits for its group's ruling.
-        first_slice_s: how long the first round of a receive in a group waits before the ranks vote; later ones wait
-            twice as long each, within the receive's timeout.
+        slice_s: how long a round of a receive in a group waits before the ranks vote on how it goes.
         checksum: whether senders carry a checksum of the payload; None means wherever the bytes leave shared memory.
 
     Raises:
@@ -34,7 +33,7 @@ class HandoffConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     receive_timeout_s: float = 30.0
     vote_timeout_s: float = 10.0
-    first_slice_s: float = 1.0
+    slice_s: float = 0.5
     checksum: bool | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +41,7 @@ class HandoffConfig:
             raise ConfigError(f"transport must be the name of a transport, got {self.transport!r}")
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must map option names to values, got {self.options!r}")
-        for name in ("receive_timeout_s", "vote_timeout_s", "first_slice_s"):
+        for name in ("receive_timeout_s", "vote_timeout_s", "slice_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")

@@ -2,88 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
+from stages import assert_same, full_cache, one_to_one, part, send_everywhere, stages
 
 from omnikv import Edge, KVReceiver, KVSender, LayerKV, Route
 from omnikv.errors import (
     ConfigError,
     ConnectError,
-    Dropped,
     HandoffError,
     ProducerFailed,
     PutRejected,
     ReceiveTimeout,
     RemoteProtocolError,
     TopologyError,
-    VerdictInDoubt,
     WireError,
     WireReason,
 )
-from omnikv.groups.threads import ThreadGroup
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.layouts import BlockLayout
-
-_names = (f"api-{number}" for number in itertools.count())
-
-
-@pytest.fixture(params=["memory", "shm"])
-def transport(request):
-    return request.param
-
-
-@pytest.fixture
-def namespace():
-    return f"{next(_names)}-{os.getpid()}"
-
-
-def full_cache(num_tokens=5, num_heads=3, num_layers=2, head_dim=4, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(num_tokens * 31 + num_heads)
-    shape = (num_tokens, num_heads, head_dim)
-    return [
-        LayerKV(torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype))
-        for _ in range(num_layers)
-    ]
-
-
-def part(layers, heads):
-    return [LayerKV(layer.key[:, list(heads)], layer.value[:, list(heads)]) for layer in layers]
-
-
-def assert_same(got, expected):
-    assert len(got) == len(expected)
-    for mine, theirs in zip(got, expected, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
-
-
-@contextmanager
-def stages(route, transport, *, groups=None):
-    with ExitStack() as stack:
-        senders = [
-            stack.enter_context(KVSender(route, rank, transport=transport)) for rank in range(route.num_source_ranks)
-        ]
-        receivers = [
-            stack.enter_context(KVReceiver(route, rank, transport=transport, group=groups[rank] if groups else None))
-            for rank in range(route.num_target_ranks)
-        ]
-        yield senders, receivers
-
-
-def one_to_one(namespace, num_heads=3):
-    return Route.tp("prefill", "decode", num_kv_heads=num_heads, from_tp=1, to_tp=1, namespace=namespace)
-
-
-def send_everywhere(senders, layers, request_id="req", **keywords):
-    for sender in senders:
-        sender.send(request_id, part(layers, sender.route.source_heads[sender.rank]), **keywords)
 
 
 @pytest.mark.parametrize(
@@ -374,100 +315,6 @@ def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, na
         with pytest.raises(WireError) as caught:
             receiver.receive("req", timeout_s=10)
         assert caught.value.reason is WireReason.CHECKSUM
-
-
-# --- a group: all keep, or all drop -------------------------------------------------------------------------------
-
-
-def receive_together(receivers, request_id="req", timeout_s=10.0):
-    with ThreadPoolExecutor(len(receivers)) as pool:
-        return list(pool.map(lambda receiver: receiver.receive_together(request_id, timeout_s=timeout_s), receivers))
-
-
-def test_a_group_that_has_everything_keeps_it(transport, namespace):
-    layers = full_cache()
-    route = Route.tp("a", "b", num_kv_heads=3, from_tp=1, to_tp=3, namespace=namespace)
-    with stages(route, transport, groups=ThreadGroup.create(3)) as (senders, receivers):
-        send_everywhere(senders, layers)
-        for rank, outcome in enumerate(receive_together(receivers)):
-            assert outcome.verdict == "keep"
-            with outcome.require() as kv:
-                assert_same(kv.layers, part(layers, [rank]))
-        assert senders[0].drain(timeout_s=10) == 0
-
-
-def test_d01_one_ranks_miss_drops_the_request_on_every_rank_and_the_next_one_works(transport, namespace):
-    layers = full_cache()
-    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
-    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
-        senders[0].send("req", part(layers, [0]))
-        outcomes = receive_together(receivers, timeout_s=0.2)
-        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
-        assert outcomes[0].causes == outcomes[1].causes
-        assert "rank 1 lacks primary: nothing from source rank 1" in outcomes[0].cause_of(1)
-        for outcome in outcomes:
-            with pytest.raises(Dropped, match="dropped by every rank: rank 1 lacks primary: nothing"):
-                outcome.require()
-        senders[1].send("req", part(layers, [1]))
-        retried = receive_together(receivers)
-        assert [outcome.verdict for outcome in retried] == ["keep", "keep"]
-        for outcome in retried:
-            outcome.require().close()
-
-
-def test_a_drop_can_be_made_final(transport, namespace):
-    layers = full_cache()
-    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
-    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
-        senders[0].send("req", part(layers, [0]))
-        senders[1].fail("req", "lost")
-        assert [outcome.verdict for outcome in receive_together(receivers)] == ["drop", "drop"]
-        assert [receiver.discard("req") for receiver in receivers] == [1, 0]
-        assert [sender.drain(timeout_s=10) for sender in senders] == [0, 0]
-
-
-def test_x12_ranks_that_hold_different_tokens_do_not_agree(transport, namespace):
-    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
-    with stages(route, transport, groups=ThreadGroup.create(2)) as (senders, receivers):
-        for sender, tokens in zip(senders, (3, 99), strict=True):
-            sender.send("req", full_cache(num_tokens=tokens, num_heads=1))
-        outcomes = receive_together(receivers)
-        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
-        assert "99" in str(outcomes[0].causes)
-        assert "3" in str(outcomes[0].causes)
-
-
-def test_an_error_that_nobody_foresaw_is_a_vote_too(namespace, monkeypatch):
-    layers = full_cache()
-    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
-    with stages(route, "memory", groups=ThreadGroup.create(2)) as (senders, receivers):
-        send_everywhere(senders, layers)
-
-        def out_of_memory(*_args, **_keywords):
-            raise MemoryError("no room on the device")
-
-        monkeypatch.setattr(receivers[1]._transport, "get", out_of_memory)
-        outcomes = receive_together(receivers)
-        assert [outcome.verdict for outcome in outcomes] == ["drop", "drop"]
-        assert outcomes[0].cause_of(1) == "rank 1 lacks primary: MemoryError: no room on the device"
-
-
-def test_a_rank_whose_peer_never_votes_is_in_doubt_and_keeps_nothing(namespace):
-    from omnikv.config import HandoffConfig
-
-    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=2, namespace=namespace)
-    config = HandoffConfig(transport="memory", vote_timeout_s=0.1)
-    groups = ThreadGroup.create(2)
-    with KVSender(route, 0, config=config) as sender, KVReceiver(route, 0, group=groups[0], config=config) as receiver:
-        sender.send("req", full_cache(num_heads=2))
-        with pytest.raises(VerdictInDoubt):
-            receiver.receive_together("req", timeout_s=0.1)
-        receiver.receive("req", timeout_s=10).close()
-
-
-def test_receiving_together_needs_a_group(namespace):
-    with stages(one_to_one(namespace), "memory") as (_, [receiver]), pytest.raises(ConfigError, match="pass group="):
-        receiver.receive_together("req")
 
 
 def test_many_requests_from_many_threads_do_not_mix(transport, namespace):

@@ -15,7 +15,7 @@ from omnikv.errors import LocalProtocolError
 # A ruling about a rank as a whole, not about one of its roles.
 WHOLE_RANK = ""
 # More rounds than any deadline leaves room for: a bound that makes every run finite.
-MAX_ROUNDS = 16
+MAX_ROUNDS = 1024
 
 
 def rule(ballots: Sequence[Ballot]) -> Ruling:

@@ -2,9 +2,9 @@
 
 Between the start of a receive and its ballot no path leaves: whatever goes wrong on a rank becomes a ballot that says
 so, because a rank that stayed away would leave its peers in a vote that never ends. A round's fetch waits for a slice
-of the request's time only, each slice twice as long as the one before, so that a failure anywhere is known everywhere
-long before the deadline while a late part can still be fetched in a later round. A rank that cannot learn the ruling
-raises `VerdictInDoubt`; it never guesses.
+of the request's time only, so that a failure anywhere is known everywhere within a slice, long before the deadline,
+while a late part can still be fetched in a later round. A rank that cannot learn the ruling raises `VerdictInDoubt`; it
+never guesses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -81,16 +80,27 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When a request's fetches and votes end, all on the monotonic clock, in seconds; `first_slice_s` is a duration."""
+    """When a request's fetches and votes end, all on the monotonic clock, in seconds; `slice_s` is a duration."""
 
     started: float
     deadline: float
     vote_deadline: float
-    first_slice_s: float
+    slice_s: float
+
+    @classmethod
+    def starting(cls, now: float, timeout_s: float, *, vote_timeout_s: float, slice_s: float) -> Schedule:
+        """The schedule of a request that starts `now`; slices grow where there would be too many of them."""
+        deadline = now + timeout_s
+        return cls(
+            started=now,
+            deadline=deadline,
+            vote_deadline=deadline + vote_timeout_s,
+            slice_s=max(slice_s, timeout_s / (MAX_ROUNDS - 1)),
+        )
 
     def slice_end(self, number: int) -> tuple[float, bool]:
         """When round `number` stops waiting, and whether the request's time allows another round after it."""
-        end = self.started + self.first_slice_s * (2 ** (number + 1) - 1)
+        end = self.started + self.slice_s * (number + 1)
         if number + 1 >= MAX_ROUNDS or end > self.deadline - _WORTH_A_ROUND_S:
             return self.deadline, False
         return end, True
@@ -172,15 +182,4 @@ def _facts(kv: ReceivedKV) -> tuple[tuple[str, str], ...]:
         ("layers", str(len(kv.layers))),
         ("metadata", hashlib.blake2b(metadata, digest_size=8).hexdigest()),
         ("tokens", str(kv.num_tokens)),
-    )
-
-
-def monotonic_schedule(timeout_s: float, *, vote_timeout_s: float, first_slice_s: float) -> Schedule:
-    """The schedule of a request that starts now."""
-    now = time.monotonic()
-    return Schedule(
-        started=now,
-        deadline=now + timeout_s,
-        vote_deadline=now + timeout_s + vote_timeout_s,
-        first_slice_s=first_slice_s,
     )

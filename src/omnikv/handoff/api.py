@@ -19,7 +19,7 @@ from omnikv.core.reshard import Piece, Route
 from omnikv.errors import ConfigError
 from omnikv.groups.base import Agreement, Group
 from omnikv.groups.exchange import ExchangeAgreement
-from omnikv.handoff.agree import Outcome, monotonic_schedule, receive_and_vote
+from omnikv.handoff.agree import Outcome, Schedule, receive_and_vote
 from omnikv.handoff.receive import RoleFetch, discard_payload
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import Layers, SendReport, SentPiece, fail_all, piece_sources, plan_piece, publish_all
@@ -221,8 +221,8 @@ class KVReceiver(_RouteEnd):
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"name each role once and at least one, got required {required} and optional {optional}")
         wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
-        schedule = monotonic_schedule(
-            wait_s, vote_timeout_s=self.config.vote_timeout_s, first_slice_s=self.config.first_slice_s
+        schedule = Schedule.starting(
+            time.monotonic(), wait_s, vote_timeout_s=self.config.vote_timeout_s, slice_s=self.config.slice_s
         )
         fetches = {self._role_fetch(request_id, name, attempt): name in required for name in names}
         return receive_and_vote(f"{request_id}/{attempt}", fetches, self._agreement, schedule)
