@@ -61,8 +61,15 @@ def test_a_required_role_that_every_rank_lacks_is_no_agreement_to_keep():
     assert rule([ballot(missing(), can_refetch=False)] * 2).kind == "drop"
 
 
-def test_an_optional_role_that_no_rank_has_is_left_out():
-    ruling = rule([ballot(have(), missing("cfg_text", required=False))] * 2)
+def test_an_optional_role_that_no_rank_has_is_waited_for_and_then_left_out():
+    entries = have(), missing("cfg_text", required=False)
+    assert rule([ballot(*entries)] * 2).missing == ((0, "cfg_text"), (1, "cfg_text"))
+    ruling = rule([ballot(*entries, can_refetch=False)] * 2)
+    assert (ruling.kind, ruling.usable) == ("keep", ("primary",))
+
+
+def test_an_optional_role_that_its_senders_called_off_is_left_out_at_once():
+    ruling = rule([ballot(have(), failed("cfg_text", required=False))] * 2)
     assert (ruling.kind, ruling.usable) == ("keep", ("primary",))
 
 

@@ -184,13 +184,25 @@ def test_d02_an_optional_companion_that_one_rank_lacks_is_left_out_on_all(transp
         assert [sender.drain(timeout_s=10) for sender in senders] == [0, 0]
 
 
-def test_an_optional_companion_that_nobody_has_is_no_reason_to_wait_for_it(namespace):
+def test_d05_an_optional_companion_that_its_senders_call_off_is_not_waited_for(transport, namespace):
     layers = full_cache(num_heads=2)
     route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
-    with stages(route, "memory", groups=ThreadGroup.create(2), config=QUICK) as (senders, receivers):
+    with stages(route, transport, groups=ThreadGroup.create(2), config=QUICK) as (senders, receivers):
         send_everywhere(senders, layers)
+        for sender in senders:
+            sender.fail("req", "this request has no image branch", role="cfg_img")
         for outcome in receive_roles(receivers, timeout_s=3600, optional=["cfg_img"]):
             assert (outcome.verdict, outcome.left_out, outcome.rounds) == ("keep", ("cfg_img",), 1)
+            assert "this request has no image branch" in outcome.cause_of(0)
+            outcome.close()
+
+
+def test_an_optional_companion_that_nobody_has_at_the_deadline_is_left_out(namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=2, namespace=namespace)
+    with stages(route, "memory", groups=ThreadGroup.create(2), config=QUICK) as (senders, receivers):
+        send_everywhere(senders, full_cache(num_heads=2))
+        for outcome in receive_roles(receivers, timeout_s=0.2, optional=["cfg_img"]):
+            assert (outcome.verdict, outcome.left_out) == ("keep", ("cfg_img",))
             outcome.close()
 
 

@@ -21,10 +21,9 @@ MAX_ROUNDS = 1024
 def rule(ballots: Sequence[Ballot]) -> Ruling:
     """The ruling on one round's ballots, given in rank order; it depends on nothing else.
 
-    A role is usable when every rank has it with the same facts. A required role that is not: if all that is wrong is
-    that some ranks still miss something, and every rank has time, they fetch again; otherwise all drop the request. An
-    optional role that only some ranks have is fetched again too while there is time, and then left out on every rank;
-    one that no rank has is left out, since absence on all of them is the same state.
+    A role is usable when every rank has it with the same facts. What some ranks still miss, and no sender has failed, is
+    fetched again while every rank has time. Without time, a required role that is not usable drops the request, and an
+    optional one is left out on every rank; one that no rank has is the same state everywhere, and is left out as well.
 
     Raises:
         LocalProtocolError: no ballots, or ballots of different rounds.
@@ -73,13 +72,12 @@ def _find(index: int, ballots: Sequence[Ballot]) -> _Finding:
     is_usable = len(holders) == len(entries) and not odd
     # What a sender failed, or what differs in content, no further fetch can mend.
     is_beyond_fetching = bool(odd) or any(entries[rank].standing == "failed" for rank in lacking)
-    worth_fetching = not is_beyond_fetching and lacking and (required or holders)
     return _Finding(
         role=role,
         required=required,
         is_usable=is_usable,
         is_beyond_fetching=is_beyond_fetching,
-        missing=tuple((rank, role) for rank in lacking) if worth_fetching else (),
+        missing=() if is_beyond_fetching else tuple((rank, role) for rank in lacking),
         causes=tuple(causes),
     )
 
