@@ -21,9 +21,9 @@ MAX_ROUNDS = 1024
 def rule(ballots: Sequence[Ballot]) -> Ruling:
     """The ruling on one round's ballots, given in rank order; it depends on nothing else.
 
-    A role is usable when every rank has it with the same facts. What some ranks still miss, and no sender has failed, is
-    fetched again while every rank has time. Without time, a required role that is not usable drops the request, and an
-    optional one is left out on every rank; one that no rank has is the same state everywhere, and is left out as well.
+    A role is usable when every rank has it with the same facts. What some ranks still miss, and no sender has failed,
+    is fetched again while every rank has time. Without time, a required role that is not usable drops the request, and
+    an optional one is left out on every rank; one that no rank has is the same state everywhere, and left out as well.
 
     Raises:
         LocalProtocolError: no ballots, or ballots of different rounds.
