@@ -207,3 +207,79 @@ def decode_vote(data: bytes) -> Vote:
         return _vote_decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"a peer's vote cannot be read: {error}") from error
+
+
+# The channel of a group: the vote over connections of its own. `omnikv.groups.channel` is its theory of operation.
+
+CHANNEL_VERSION = 1
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class ChannelCard(msgspec.Struct, frozen=True, array_like=True, tag="card"):
+    """What a rank shows its group before a channel is formed: where it runs and what must be equal everywhere.
+
+    Ranks of equal `host` share a clock and a loopback; those of equal `user` too may speak over a Unix socket.
+    """
+
+    version: Count
+    host: str
+    user: str
+    facts: dict[str, str]
+
+
+class ChannelInvitation(msgspec.Struct, frozen=True, array_like=True, tag="invitation"):
+    """Where rank 0 listens and the secret that proves membership; or why it cannot (`refused`)."""
+
+    token: bytes = b""
+    unix_name: bytes = b""
+    tcp_host: str = ""
+    tcp_port: Count = 0
+    refused: str = ""
+
+
+class ChannelGreeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
+    """Opens a connection to rank 0: who calls, and what rank 0 must prove itself on."""
+
+    rank: Count
+    nonce: Nonce
+
+
+class ChannelChallenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
+    """Rank 0's proof that it knows the token, and what the caller must prove itself on."""
+
+    nonce: Nonce
+    proof: Nonce
+
+
+class ChannelProof(msgspec.Struct, frozen=True, array_like=True, tag="proof"):
+    """The caller's proof that it knows the token."""
+
+    proof: Nonce
+
+
+class ChannelWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Every rank has proved itself: the channel is formed."""
+
+
+class Votes(msgspec.Struct, frozen=True, array_like=True, tag="votes"):
+    """A follower's ballots on one or many requests: `votes` is an array of (key, Ballot) pairs, encoded on its own.
+
+    So it may be compared as bytes: equal bytes are equal ballots. `number` counts this rank's messages from 0.
+    `due_us` is when this rank stops waiting, in microseconds of the clock that it shares with rank 0; 0 for none.
+    """
+
+    number: Count
+    due_us: Count
+    votes: bytes
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    """Every rank cast exactly the ballots of this follower's message `number`, and each of them is kept as voted."""
+
+    number: Count
+
+
+class Rulings(msgspec.Struct, frozen=True, array_like=True, tag="rulings"):
+    """What rank 0 ruled on these requests: (key, Ruling) pairs, in the order in which they were made."""
+
+    rulings: tuple[tuple[Name, Ruling], ...]

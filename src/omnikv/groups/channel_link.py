@@ -1,0 +1,148 @@
+"""One connection of a channel: whole frames in and out, never blocking.
+
+A frame is its length in four bytes, most significant first, and that many bytes. What the socket does not take at once
+waits in a queue with bounds in bytes and in time: a peer that reads nothing for too long is given up, so that it holds
+up nobody else. A connection that failed in any way is shut down and still read to its end, because a peer's last words
+may lie in it; only then is it `ended`, with the first reason that was known.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+MAX_FRAME_NBYTES = 16 << 20
+MAX_QUEUED_NBYTES = 2 * MAX_FRAME_NBYTES
+# How long a queue may stand still.
+DEAF_AFTER_S = 30.0
+LENGTH_NBYTES = 4
+_READ_NBYTES = 65536
+
+
+class Link:
+    """A connection to one peer; it belongs to whoever holds its channel's lock."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        max_frame_nbytes: int = MAX_FRAME_NBYTES,
+        max_queued_nbytes: int = MAX_QUEUED_NBYTES,
+        deaf_after_s: float = DEAF_AFTER_S,
+    ) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.ended: str | None = None
+        self.max_frame_nbytes = max_frame_nbytes
+        self._max_queued_nbytes = max_queued_nbytes
+        self._deaf_after_s = deaf_after_s
+        self._failure: str | None = None
+        self._inbox = bytearray()
+        self._queue: deque[memoryview] = deque()
+        self._queued_nbytes = 0
+        self._moved_at = 0.0
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether frames wait for the socket."""
+        return bool(self._queue)
+
+    def send(self, payload: bytes, now: float) -> None:
+        """Nothing; the frame goes out now or when the socket takes it. A link that failed swallows it."""
+        if self._failure is not None:
+            return
+        frame = len(payload).to_bytes(LENGTH_NBYTES, "big") + payload
+        if self._queue:
+            self._hold(memoryview(frame), now)
+            return
+        sent = self._send_now(frame)
+        if sent < len(frame) and self._failure is None:
+            self._moved_at = now
+            self._hold(memoryview(frame)[sent:], now)
+
+    def flush(self, now: float) -> None:
+        """Nothing; sends what the socket takes of the queue."""
+        while self._queue:
+            head = self._queue[0]
+            sent = self._send_now(head)
+            if self._failure is not None or not sent:
+                return
+            self._moved_at = now
+            self._queued_nbytes -= sent
+            self._queue.popleft()
+            if sent < len(head):
+                self._queue.appendleft(head[sent:])
+                return
+
+    def receive(self) -> list[bytes] | None:
+        """The frames that one read completes, None where there was nothing to read; sets `ended` at the end."""
+        try:
+            data = self.connection.recv(_READ_NBYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.ended = self._failure or f"the connection broke: {error.strerror or error}"
+            return None
+        if not data:
+            self.ended = self._failure or "it closed its connection"
+            return None
+        if not self._inbox:
+            # One whole frame and nothing else is how nearly all of them come.
+            length = int.from_bytes(data[:LENGTH_NBYTES], "big")
+            if length == len(data) - LENGTH_NBYTES and length <= self.max_frame_nbytes:
+                return [data[LENGTH_NBYTES:]]
+        self._inbox += data
+        return self._cut_frames()
+
+    def fail(self, reason: str) -> None:
+        """Nothing; gives the peer up: no more is sent, and what it sent before is all that is read."""
+        if self._failure is None:
+            self._failure = reason
+            self._queue.clear()
+            self._queued_nbytes = 0
+            try:
+                self.connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                # It is not connected any more, which is what was wanted.
+                return
+
+    def close(self) -> None:
+        """Nothing; ends the connection. Idempotent."""
+        self._failure = self._failure or "this side closed the connection"
+        self._queue.clear()
+        self.connection.close()
+
+    def _cut_frames(self) -> list[bytes]:
+        frames, at, inbox = [], 0, self._inbox
+        while len(inbox) - at >= LENGTH_NBYTES:
+            length = int.from_bytes(inbox[at : at + LENGTH_NBYTES], "big")
+            end = at + LENGTH_NBYTES + length
+            if length > self.max_frame_nbytes:
+                self.ended = f"it announced a frame of {length} bytes, at most {self.max_frame_nbytes} are taken"
+                self.fail(self.ended)
+                at = len(inbox)
+            elif len(inbox) < end:
+                break
+            else:
+                frames.append(bytes(inbox[at + LENGTH_NBYTES : end]))
+                at = end
+        del inbox[:at]
+        return frames
+
+    def _hold(self, frame: memoryview, now: float) -> None:
+        if now - self._moved_at > self._deaf_after_s:
+            self.fail(f"it has read nothing for {now - self._moved_at:.0f} s")
+        elif self._queued_nbytes + len(frame) > self._max_queued_nbytes:
+            self.fail(f"it reads too slowly: {self._queued_nbytes} bytes wait for it")
+        else:
+            self._queue.append(frame)
+            self._queued_nbytes += len(frame)
+
+    def _send_now(self, frame: bytes | memoryview) -> int:
+        try:
+            return self.connection.send(frame, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.fail(f"sending to it failed: {error.strerror or error}")
+            return 0

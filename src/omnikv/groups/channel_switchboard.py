@@ -1,0 +1,279 @@
+"""The connections of one rank's channel, and the threads that take turns at reading them.
+
+All state is under one lock; only waiting happens outside it. Whoever waits for a call polls the connections itself
+unless another thread does so already; then it sleeps on a bell of its own, which rings when its call is settled, when
+its time runs out sooner, or when the polling is handed to it. A thread of the switchboard's own, the *pump*, exists
+while calls are unattended (submitted, and nobody waits for them) or while a queue has to be emptied.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from omnikv.errors import LocalProtocolError, RemoteProtocolError, VerdictInDoubt
+from omnikv.groups.channel_follower import FollowerLedger
+from omnikv.groups.channel_leader import LeaderLedger
+from omnikv.groups.channel_ledger import Call, Ledger, encode
+from omnikv.groups.channel_link import Link
+
+# Reads of one peer in a row when a deadline has passed: what it said before must still count.
+LAST_READS = 1024
+_READABLE = select.EPOLLIN
+_WRITABLE = select.EPOLLIN | select.EPOLLOUT
+
+log = logging.getLogger("omnikv.channel")
+
+
+class Switchboard:
+    """One rank's connections, its ledger, and whoever waits. `cast` takes a call, `wait` returns at its end."""
+
+    def __init__(
+        self, rank: int, size: int, connections: Mapping[int, socket.socket], *, shares_clock: bool, deaf_after_s: float
+    ) -> None:
+        self._rank = rank
+        self._ledger: Ledger[Any]
+        self._ledger = FollowerLedger(rank, shares_clock=shares_clock) if rank else LeaderLedger(size)
+        self._lock = threading.Lock()
+        self._links = {peer: Link(connection, deaf_after_s=deaf_after_s) for peer, connection in connections.items()}
+        self._peers = {connection.fileno(): peer for peer, connection in connections.items()}
+        self._epoll = select.epoll()
+        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for fd in (*self._peers, self._nudge):
+            self._epoll.register(fd, _READABLE)
+        self._is_polled = False
+        self._polled_until = 0.0
+        self._sleepers: list[threading.Condition] = []
+        self._unattended: set[Call] = set()
+        self._pump: threading.Thread | None = None
+        self._pump_runs = False
+        self._pump_bell = threading.Condition(self._lock)
+        self._is_closed = False
+
+    def cast(self, call: Call, *, attended: bool) -> None:
+        """Nothing; casts the ballots of `call`. One that is not `attended` is seen to by the pump.
+
+        Raises:
+            LocalProtocolError: it cannot be cast, and was not.
+            VerdictInDoubt: this rank votes no more.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise LocalProtocolError("this channel is closed: form another before the next vote")
+            if self._ledger.broken is not None:
+                raise VerdictInDoubt(
+                    f"rank {self._rank} takes no vote on {call.votes[0][0]!r}: its channel failed before "
+                    f"({self._ledger.broken}); tear this group down",
+                    request_id=call.votes[0][0],
+                    rank=self._rank,
+                )
+            self._ledger.cast(call)
+            self._send_outgoing()
+            self._ledger.foresee(call)
+            if not attended:
+                self._leave(call)
+
+    def wait(self, call: Call) -> None:
+        """Nothing; returns when every request of `call` has its ruling or is in doubt."""
+        with self._lock:
+            if call.is_done:
+                return
+            self._attend(call)
+            try:
+                self._wait(call)
+            finally:
+                # An interrupted wait must not leave the request without anybody who minds its deadline.
+                if not call.is_done:
+                    self._leave(call)
+                self._hand_on()
+
+    def close(self) -> None:
+        """Nothing; every open vote is in doubt, connections, descriptors and threads go. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._ledger.abandon("this rank closed its channel")
+            self._pump_bell.notify_all()
+            os.eventfd_write(self._nudge, 1)
+            while self._is_polled:
+                self._sleep(threading.Condition(self._lock), None)
+            self._hand_on()
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+            self._epoll.close()
+            os.close(self._nudge)
+        if self._pump is not None and self._pump is not threading.current_thread():
+            self._pump.join()
+
+    # Everything below is called with the lock held.
+
+    def _wait(self, call: Call) -> None:
+        while not call.is_done:
+            wait_s = call.due - time.monotonic()
+            if wait_s <= 0:
+                self._end_waiting(call)
+            elif self._is_polled:
+                self._sleep(call.bell or self._give_bell(call), wait_s)
+            else:
+                self._turn(call.due, wait_s)
+
+    def _give_bell(self, call: Call) -> threading.Condition:
+        call.bell = threading.Condition(self._lock)
+        return call.bell
+
+    def _sleep(self, bell: threading.Condition, wait_s: float | None) -> None:
+        self._sleepers.append(bell)
+        try:
+            bell.wait(wait_s)
+        finally:
+            self._sleepers.remove(bell)
+
+    def _hand_on(self) -> None:
+        """Nothing; if nobody polls, one of those who sleep is woken to do it."""
+        if self._is_polled:
+            return
+        if self._sleepers:
+            self._sleepers[0].notify_all()
+        elif self._pump_runs:
+            self._pump_bell.notify_all()
+
+    def _turn(self, until: float, wait_s: float) -> None:
+        """Nothing; waits for peers outside the lock, and then takes what they say."""
+        self._is_polled, self._polled_until = True, until
+        self._lock.release()
+        try:
+            events = self._epoll.poll(wait_s)
+        finally:
+            self._lock.acquire()
+            self._is_polled = False
+        if self._is_closed:
+            return
+        for fd, mask in events:
+            peer = self._peers.get(fd)
+            if peer is None:
+                if fd == self._nudge:
+                    os.eventfd_read(self._nudge)
+                continue
+            if mask & select.EPOLLOUT:
+                self._flush(self._links[peer])
+            if mask & ~select.EPOLLOUT:
+                self._read(peer)
+        self._send_outgoing()
+
+    def _read(self, peer: int) -> bool:
+        """Whether `peer` said anything; takes it, or notes that it is gone."""
+        link = self._links[peer]
+        frames = link.receive()
+        try:
+            for frame in frames or ():
+                self._ledger.hear(peer, frame)
+        except RemoteProtocolError as error:
+            link.ended = str(error)
+        if link.ended is not None:
+            log.info("rank %d: rank %d is gone: %s", self._rank, peer, link.ended)
+            self._epoll.unregister(link.connection)
+            del self._peers[link.connection.fileno()], self._links[peer]
+            link.close()
+            self._ledger.lose(peer, link.ended)
+            return False
+        return frames is not None
+
+    def _end_waiting(self, call: Call) -> None:
+        """Nothing; reads what was said in time, and then lets the time of `call` be over."""
+        for peer in tuple(self._links):
+            for _ in range(LAST_READS):
+                if not self._read(peer):
+                    break
+        now = time.monotonic()
+        if not call.is_done and call.due <= now:
+            self._ledger.expire(call, now)
+        self._send_outgoing()
+
+    def _send_outgoing(self) -> None:
+        outgoing = self._ledger.outgoing
+        if not outgoing:
+            return
+        now = time.monotonic()
+        for rank, message in outgoing:
+            link = self._links.get(rank)
+            if link is None:
+                continue
+            link.send(encode(message), now)
+            if link.has_queue:
+                self._epoll.modify(link.connection, _WRITABLE)
+                self._start_pump()
+        outgoing.clear()
+
+    def _flush(self, link: Link) -> None:
+        link.flush(time.monotonic())
+        if not link.has_queue:
+            self._epoll.modify(link.connection, _READABLE)
+
+    def _leave(self, call: Call) -> None:
+        """Nothing; from now on the pump minds `call`."""
+        if call.is_done:
+            return
+        if call.bell is not None:
+            call.bell.notify_all()
+        self._unattended.add(call)
+        call.watch, call.bell = self._unattended, self._pump_bell
+        self._start_pump()
+        self._pump_bell.notify_all()
+        if self._is_polled and call.due < self._polled_until:
+            os.eventfd_write(self._nudge, 1)
+
+    def _attend(self, call: Call) -> None:
+        """Nothing; a thread waits for `call` itself from now on."""
+        if call.watch is None:
+            return
+        call.watch = call.bell = None
+        self._unattended.discard(call)
+        if not self._pump_is_needed():
+            # It hands the polling on to whoever waits, so that answers do not take the way over its thread.
+            self._pump_bell.notify_all()
+            os.eventfd_write(self._nudge, 1)
+
+    def _pump_is_needed(self) -> bool:
+        return not self._is_closed and (bool(self._unattended) or any(link.has_queue for link in self._links.values()))
+
+    def _start_pump(self) -> None:
+        if self._pump_runs:
+            return
+        if self._pump is not None:
+            # It has let go of the lock for good, or this thread would not hold it.
+            self._pump.join()
+        self._pump_runs = True
+        self._pump = threading.Thread(target=self._run_pump, name=f"omnikv-channel-{self._rank}", daemon=True)
+        self._pump.start()
+
+    def _run_pump(self) -> None:
+        with self._lock:
+            try:
+                while self._pump_is_needed():
+                    self._pump_once()
+            # edge: top of a background thread; nobody would mind the submitted votes any more, so they are in doubt.
+            except Exception as error:
+                log.exception("rank %d: the channel's thread failed", self._rank)
+                self._ledger.abandon(f"the channel's own thread failed: {error!r}")
+            finally:
+                self._pump_runs = False
+                self._hand_on()
+
+    def _pump_once(self) -> None:
+        due = min((call.due for call in self._unattended), default=time.monotonic() + 60)
+        wait_s = due - time.monotonic()
+        if wait_s <= 0:
+            for call in [call for call in self._unattended if call.due <= due]:
+                self._end_waiting(call)
+        elif self._is_polled:
+            self._pump_bell.wait(wait_s)
+        else:
+            self._turn(due, wait_s)
