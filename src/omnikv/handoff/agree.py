@@ -20,13 +20,16 @@ from typing import Literal
 from omnikv.core.keys import PRIMARY_ROLE
 from omnikv.core.messages import Ballot, RoleBallot, Ruling
 from omnikv.core.verdict import MAX_ROUNDS, spell_cause, spell_causes
-from omnikv.errors import Dropped, LocalProtocolError, OmniKVError
+from omnikv.errors import Dropped, LocalProtocolError
 from omnikv.groups.base import Agreement
 from omnikv.handoff.assemble import layer_facts
-from omnikv.handoff.receive import RoleFetch
+from omnikv.handoff.receive import RoleFetch, gather
 from omnikv.handoff.received import ReceivedKV
+from omnikv.transports.base import Transport
 
 logger = logging.getLogger("omnikv.agree")
+
+Facts = tuple[tuple[str, str], ...]
 
 _MAX_CAUSE_CHARS = 500
 # A round that would leave less than this of the request's time is the last one.
@@ -106,7 +109,9 @@ class Schedule:
         return end, True
 
 
-def receive_and_vote(key: str, fetches: Mapping[RoleFetch, bool], agreement: Agreement, schedule: Schedule) -> Outcome:
+def receive_and_vote(
+    key: str, transport: Transport, fetches: Mapping[RoleFetch, bool], agreement: Agreement, schedule: Schedule
+) -> Outcome:
     """The group's outcome; every rank of the group must call this for the same request.
 
     `fetches` maps each role's fetch to whether the role is required. After "drop", for roles that are left out, and
@@ -116,63 +121,63 @@ def receive_and_vote(key: str, fetches: Mapping[RoleFetch, bool], agreement: Agr
         VerdictInDoubt: this rank voted and cannot learn the ruling by the schedule's vote deadline.
         RemoteProtocolError: the ranks do not vote on the same request, or a peer's vote cannot be read.
     """
-    ordered = sorted(fetches.items(), key=lambda item: item[0].role)
+    fetches = dict(sorted(fetches.items(), key=lambda item: item[0].role))
     with ExitStack() as given_back:
-        for fetch, _ in ordered:
+        for fetch in fetches:
             given_back.callback(fetch.give_back)
         for number in range(MAX_ROUNDS):
-            ballot = _fetch_and_cast(number, ordered, schedule)
+            ballot = _fetch_and_cast(number, transport, fetches, schedule)
             ruling = agreement.agree(key, ballot, deadline=schedule.vote_deadline)
             if ruling.kind != "refetch":
-                return _outcome(ordered, ruling)
+                return _outcome(list(fetches), ruling)
             logger.debug("request %r, round %d: %s", key, number, spell_causes(ruling.causes))
     raise LocalProtocolError(f"request {key!r} was to be fetched again after {MAX_ROUNDS} rounds")
 
 
-def _outcome(ordered: Sequence[tuple[RoleFetch, bool]], ruling: Ruling) -> Outcome:
-    request_id = ordered[0][0].request_id
+def _outcome(fetches: Sequence[RoleFetch], ruling: Ruling) -> Outcome:
+    request_id = fetches[0].request_id
     if ruling.kind == "drop":
         logger.warning("request %r is dropped on every rank: %s", request_id, spell_causes(ruling.causes))
         return Outcome(request_id=request_id, verdict="drop", causes=ruling.causes, rounds=ruling.round + 1)
-    left_out = tuple(fetch.role for fetch, _ in ordered if fetch.role not in ruling.usable)
+    left_out = tuple(fetch.role for fetch in fetches if fetch.role not in ruling.usable)
     if left_out:
         logger.info("request %r goes on without %s: %s", request_id, left_out, spell_causes(ruling.causes))
     return Outcome(
         request_id=request_id,
         verdict="keep",
-        roles={fetch.role: fetch.require() for fetch, _ in ordered if fetch.role in ruling.usable},
+        roles={fetch.role: fetch.require() for fetch in fetches if fetch.role in ruling.usable},
         left_out=left_out,
         causes=ruling.causes,
         rounds=ruling.round + 1,
     )
 
 
-def _fetch_and_cast(number: int, ordered: Sequence[tuple[RoleFetch, bool]], schedule: Schedule) -> Ballot:
+def _fetch_and_cast(number: int, transport: Transport, fetches: Mapping[RoleFetch, bool], schedule: Schedule) -> Ballot:
     end, can_refetch = schedule.slice_end(number)
-    return Ballot(
-        round=number,
-        can_refetch=can_refetch,
-        roles=tuple(_fetch_role(fetch, required, end) for fetch, required in ordered),
-    )
-
-
-def _fetch_role(fetch: RoleFetch, required: bool, end: float) -> RoleBallot:
+    unforeseen: Exception | None = None
     try:
-        fetch.fetch(deadline=end)
-        if fetch.kv is not None:
-            return RoleBallot(fetch.role, "have", required, facts=_facts(fetch.kv))
-        if fetch.failure is None:
-            return RoleBallot(fetch.role, "missing", required, cause=fetch.spell_missing(fetch.missing_ranks))
-        error: Exception = fetch.failure
+        gather(transport, fetches, deadline=end)
+        facts = {fetch.role: _facts(fetch.kv) for fetch in fetches if fetch.kv is not None}
     # edge: just before the vote; a rank that left here would hang its peers, so every error becomes its ballot.
-    except Exception as caught:  # noqa: BLE001
-        error = caught
-    if not isinstance(error, OmniKVError):
-        logger.warning("an error that nobody foresaw became a ballot", exc_info=error)
-    return RoleBallot(fetch.role, "failed", required, cause=f"{type(error).__name__}: {error}"[:_MAX_CAUSE_CHARS])
+    except Exception as error:
+        logger.warning("an error that nobody foresaw becomes the ballot of this rank", exc_info=True)
+        unforeseen, facts = error, {}
+    entries = [_role_ballot(fetch, required, facts, unforeseen) for fetch, required in fetches.items()]
+    return Ballot(round=number, can_refetch=can_refetch, roles=tuple(entries))
 
 
-def _facts(kv: ReceivedKV) -> tuple[tuple[str, str], ...]:
+def _role_ballot(
+    fetch: RoleFetch, required: bool, facts: Mapping[str, Facts], unforeseen: Exception | None
+) -> RoleBallot:
+    error = unforeseen or fetch.failure
+    if error is not None:
+        return RoleBallot(fetch.role, "failed", required, cause=f"{type(error).__name__}: {error}"[:_MAX_CAUSE_CHARS])
+    if fetch.kv is not None:
+        return RoleBallot(fetch.role, "have", required, facts=facts[fetch.role])
+    return RoleBallot(fetch.role, "missing", required, cause=fetch.spell_missing())
+
+
+def _facts(kv: ReceivedKV) -> Facts:
     """What must agree between ranks that hold different heads of one request, sorted by name."""
     layers = hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest()
     metadata = json.dumps(kv.metadata, sort_keys=True, default=repr).encode()

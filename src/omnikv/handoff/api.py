@@ -20,7 +20,7 @@ from omnikv.errors import ConfigError
 from omnikv.groups.base import Agreement, Group
 from omnikv.groups.exchange import ExchangeAgreement
 from omnikv.handoff.agree import Outcome, Schedule, receive_and_vote
-from omnikv.handoff.receive import RoleFetch, discard_payload
+from omnikv.handoff.receive import RoleFetch, discard_payload, gather
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import Layers, SendReport, SentPiece, fail_all, piece_sources, plan_piece, publish_all
 from omnikv.transports.base import Endpoint, Side, Transport
@@ -192,7 +192,7 @@ class KVReceiver(_RouteEnd):
         """
         wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
         with self._role_fetch(request_id, role, attempt) as fetch:
-            fetch.fetch(deadline=time.monotonic() + wait_s)
+            gather(self._transport, {fetch: True}, deadline=time.monotonic() + wait_s)
             return fetch.require()
 
     def receive_together(
@@ -225,7 +225,7 @@ class KVReceiver(_RouteEnd):
             time.monotonic(), wait_s, vote_timeout_s=self.config.vote_timeout_s, slice_s=self.config.slice_s
         )
         fetches = {self._role_fetch(request_id, name, attempt): name in required for name in names}
-        return receive_and_vote(f"{request_id}/{attempt}", fetches, self._agreement, schedule)
+        return receive_and_vote(f"{request_id}/{attempt}", self._transport, fetches, self._agreement, schedule)
 
     def discard(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> int:
         """How many parts of the request were here and are now consumed unread: for after a drop, without a retry.
@@ -237,7 +237,7 @@ class KVReceiver(_RouteEnd):
 
     def _role_fetch(self, request_id: str, role: str, attempt: int) -> RoleFetch:
         wanted = self._identities(request_id, role, attempt)
-        return RoleFetch(self._transport, role, wanted, len(self.route.target_heads[self.rank]))
+        return RoleFetch(role, wanted, len(self.route.target_heads[self.rank]))
 
     def __enter__(self) -> KVReceiver:
         return self

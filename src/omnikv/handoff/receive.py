@@ -8,7 +8,8 @@ can be asked for again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import TracebackType
 
 from omnikv.core.keys import PayloadId
@@ -16,71 +17,72 @@ from omnikv.core.reshard import Piece
 from omnikv.errors import HandoffError, OmniKVError, ReceiveTimeout, TransportError
 from omnikv.handoff.assemble import Arrived, assemble, read_part
 from omnikv.handoff.received import ReceivedKV
-from omnikv.transports.base import Transport
+from omnikv.transports.base import Lease, Transport
 
 
 class RoleFetch:
     """One role of one request on this rank: what arrived, what is missing, and what went wrong for good."""
 
-    def __init__(
-        self, transport: Transport, role: str, wanted: Sequence[tuple[PayloadId, Piece]], num_target_heads: int
-    ) -> None:
+    def __init__(self, role: str, wanted: Sequence[tuple[PayloadId, Piece]], num_target_heads: int) -> None:
         self.role = role
         self.request_id = wanted[0][0].transfer_id
         self.kv: ReceivedKV | None = None
+        # What no further fetch can mend; kept rather than raised, since a rank in a group must still vote.
         self.failure: OmniKVError | None = None
-        self._transport = transport
-        self._wanted = list(wanted)
+        self._pieces = dict(wanted)
         self._num_target_heads = num_target_heads
-        self._arrived: dict[int, Arrived] = {}
+        self._started = time.monotonic()
+        self._arrived: dict[PayloadId, Arrived] = {}
 
     @property
-    def missing_ranks(self) -> list[int]:
-        """The source ranks whose parts are not here yet."""
-        return [piece.source_rank for _, piece in self._wanted if piece.source_rank not in self._arrived]
-
-    def fetch(self, *, deadline: float) -> None:
-        """Nothing; takes what comes until `deadline` (monotonic seconds) and puts it together once it is complete.
-
-        An error that no further fetch can mend is kept in `failure` rather than raised: a rank in a group must still
-        vote. Complete or failed fetches do nothing.
-        """
+    def missing(self) -> list[PayloadId]:
+        """The payloads that another fetch may bring; none when the role is complete or failed."""
         if self.kv is not None or self.failure is not None:
+            return []
+        return [identity for identity in self._pieces if identity not in self._arrived]
+
+    def take(self, identity: PayloadId, outcome: Lease | OmniKVError) -> None:
+        """Nothing; keeps a part that came, and puts the role together when it was the last; or keeps why it cannot."""
+        if isinstance(outcome, OmniKVError):
+            self.failure = outcome
             return
-        try:
-            for identity, piece in self._wanted:
-                if piece.source_rank not in self._arrived:
-                    self._take(identity, piece, deadline)
-            if not self.missing_ranks:
-                parts = [self._arrived[piece.source_rank] for _, piece in self._wanted]
-                self.kv = assemble(parts, self._num_target_heads, self.request_id)
-                # The leases are the result's now.
-                self._arrived = {}
-        except OmniKVError as error:
-            self.failure = error
+        with ExitStack() as unless_kept:
+            unless_kept.enter_context(outcome)
+            try:
+                waited_s = time.monotonic() - self._started
+                self._arrived[identity] = read_part(identity, self._pieces[identity], outcome, waited_s)
+                unless_kept.pop_all()
+                if len(self._arrived) == len(self._pieces):
+                    parts = [self._arrived[wanted] for wanted in self._pieces]
+                    self.kv = assemble(parts, self._num_target_heads, self.request_id)
+                    # The leases are the result's now.
+                    self._arrived = {}
+            except OmniKVError as error:
+                self.failure = error
 
     def require(self) -> ReceivedKV:
         """The role's KV; the caller closes it.
 
         Raises:
             ReceiveTimeout: a part is still missing; what had arrived was given back.
-            OmniKVError: the failure that `fetch` met; what had arrived was given back.
+            OmniKVError: the failure that was met; what had arrived was given back.
         """
         if self.kv is not None:
             kv, self.kv = self.kv, None
             return kv
-        missing = self.missing_ranks
+        missing, words = self.missing, self.spell_missing()
         self.give_back()
         if self.failure is not None:
             raise self.failure
         raise ReceiveTimeout(
-            f"request {self.request_id!r}: {self.spell_missing(missing)}; nothing was consumed",
+            f"request {self.request_id!r}: {words}; nothing was consumed",
             request_id=self.request_id,
-            rank=missing[0],
+            rank=missing[0].source_rank,
         )
 
-    def spell_missing(self, ranks: Sequence[int]) -> str:
+    def spell_missing(self) -> str:
         """What is missing, in words."""
+        ranks = [identity.source_rank for identity in self.missing]
         return f"nothing from source rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} by the deadline"
 
     def give_back(self) -> None:
@@ -100,18 +102,20 @@ class RoleFetch:
     ) -> None:
         self.give_back()
 
-    def _take(self, identity: PayloadId, piece: Piece, deadline: float) -> None:
-        started = time.monotonic()
-        lease = self._transport.get(identity, deadline=deadline)
-        if lease is None:
-            return
-        part = None
-        try:
-            part = read_part(identity, piece, lease, time.monotonic() - started)
-            self._arrived[piece.source_rank] = part
-        finally:
-            if part is None:
-                lease.release()
+
+def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline: float) -> None:
+    """Nothing; takes what comes for any of the roles until all is here or `deadline` (monotonic seconds).
+
+    All parts of all roles are waited for at once. `fetches` maps each role to whether it is required: once a required
+    one has failed, nothing is worth waiting for.
+    """
+    waiting = {identity: fetch for fetch in fetches for identity in fetch.missing}
+    with closing(transport.get_as_ready(list(waiting), deadline=deadline)) as arrivals:
+        for identity, outcome in arrivals:
+            fetch = waiting[identity]
+            fetch.take(identity, outcome)
+            if fetch.failure is not None and fetches[fetch]:
+                return
 
 
 def discard_payload(transport: Transport, identity: PayloadId) -> bool:

@@ -233,6 +233,29 @@ def threads_share_an_end(pair: TransportPair) -> None:
         require(drained(pair, source) == 0, "nothing must be left when all threads are done")
 
 
+def several_are_given_as_known(pair: TransportPair) -> None:
+    """A wait for several gives those that are there, an error for the failed, and nothing for the absent."""
+    with (
+        pair.open_source(0, (0,), {}) as first,
+        pair.open_source(1, (0,), {}) as second,
+        pair.open_target(0, (0, 1), {}) as target,
+    ):
+        ready, failed, absent = (payload_of(pair, name, source=at) for name, at in (("r", 0), ("f", 1), ("a", 1)))
+        put(first, ready, b"here")
+        second.fail(failed, "lost on the way")
+        lease(pair, target, ready).release()
+        raised_by(ProducerFailed, lambda: target.get(failed, deadline=time.monotonic() + pair.patience_s), "a get")
+        given = dict(target.get_as_ready([absent, failed, ready], deadline=time.monotonic()))
+        require(set(given) == {ready, failed}, "what is known of several payloads must be given, and nothing else")
+        outcome, error = given[ready], given[failed]
+        require(isinstance(error, ProducerFailed), f"a failed payload must come with its error, got {error!r}")
+        require(isinstance(outcome, Lease), f"a ready payload must come with its lease, got {outcome!r}")
+        assert isinstance(outcome, Lease)
+        require(bytes(outcome.buffer) == b"here", "the lease must show the payload's bytes")
+        outcome.acknowledge()
+        require(drained(pair, first) == 0, "the acknowledged payload must be gone")
+
+
 PEER_CHECKS = (
     either_end_opens_first,
     every_pair_has_its_own,
@@ -247,4 +270,5 @@ PEER_CHECKS = (
     restarted_source_is_found,
     drain_counts,
     threads_share_an_end,
+    several_are_given_as_known,
 )

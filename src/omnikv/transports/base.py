@@ -9,13 +9,14 @@ edge, for both directions of use: a source reserves, a target gets.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, Literal
 
 from omnikv.core.keys import Edge, PayloadId
+from omnikv.errors import OmniKVError
 
 Side = Literal["source", "target"]
 
@@ -121,6 +122,26 @@ class Transport(ABC):
             ConnectError: the peer refuses this pair (its facts differ, or it runs as another user).
             TransportError: the payload is there but cannot be read, or this transport is closed.
         """
+
+    def get_as_ready(
+        self, payloads: Sequence[PayloadId], *, deadline: float
+    ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]:
+        """Each payload with its lease, or with the error that `get` would raise, as soon as either is known.
+
+        Ends when all were given or at `deadline`; what is absent by then is not given. Closing it early gives up the
+        rest. This default asks for one after the other; a transport that can wait for several at once overrides it, so
+        that one sender's failure is known although another's payload is still waited for.
+        """
+        for payload in payloads:
+            outcome = self._get_or_error(payload, deadline)
+            if outcome is not None:
+                yield payload, outcome
+
+    def _get_or_error(self, payload: PayloadId, deadline: float) -> Lease | OmniKVError | None:
+        try:
+            return self.get(payload, deadline=deadline)
+        except OmniKVError as error:
+            return error
 
     @abstractmethod
     def fail(self, payload: PayloadId, cause: str) -> None:

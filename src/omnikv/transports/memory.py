@@ -12,10 +12,19 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Generator, Sequence
 from typing import ClassVar
 
 from omnikv.core.keys import Edge, PayloadId
-from omnikv.errors import ConfigError, ConnectError, LocalProtocolError, ProducerFailed, PutRejected, TransportError
+from omnikv.errors import (
+    ConfigError,
+    ConnectError,
+    LocalProtocolError,
+    OmniKVError,
+    ProducerFailed,
+    PutRejected,
+    TransportError,
+)
 from omnikv.transports.base import Capabilities, Endpoint, Lease, Slot, Transport
 from omnikv.transports.ledger import Entry, Ledger
 from omnikv.transports.pairing import describe, fact_differences, require_payload
@@ -162,29 +171,58 @@ class MemoryTransport(Transport):
             ConfigError: the payload is not this target's.
             TransportError: this transport is closed.
         """
-        require_payload(self.name, self._endpoint, payload, "target")
-        asked: MemoryTransport | None = None
-        with self._exchange.changed:
-            while True:
-                self._require_open()
-                source = self._exchange.endpoints.get(("source", payload.source_rank))
-                if asked is not None and source is not asked:
-                    raise ProducerFailed(
-                        f"memory: source rank {payload.source_rank} closed before {payload.encode()} came",
-                        request_id=payload.transfer_id,
-                        key=payload.encode(),
-                        rank=payload.source_rank,
-                    )
-                if source is not None:
-                    asked = source
+        _, outcome = next(self.get_as_ready([payload], deadline=deadline), (payload, None))
+        if isinstance(outcome, OmniKVError):
+            raise outcome
+        return outcome
+
+    def get_as_ready(
+        self, payloads: Sequence[PayloadId], *, deadline: float
+    ) -> Generator[tuple[PayloadId, MemoryLease | OmniKVError], None, None]:
+        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
+
+        Raises:
+            ConfigError: a payload is not this target's.
+            TransportError: this transport is closed.
+        """
+        for payload in payloads:
+            require_payload(self.name, self._endpoint, payload, "target")
+        waiting: dict[PayloadId, MemoryTransport | None] = dict.fromkeys(payloads)
+        while waiting:
+            with self._exchange.changed:
+                known = self._known(waiting)
+                while not known and (remaining_s := deadline - time.monotonic()) > 0:
+                    self._exchange.changed.wait(min(remaining_s, LONGEST_WAIT_S))
+                    known = self._known(waiting)
+            if known is None:
+                return
+            del waiting[known[0]]
+            yield known
+
+    def _known(
+        self, waiting: dict[PayloadId, MemoryTransport | None]
+    ) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
+        """The first of the payloads that something is known of; `waiting` maps each to the source that was asked."""
+        self._require_open()
+        for payload, asked in waiting.items():
+            source = self._exchange.endpoints.get(("source", payload.source_rank))
+            if asked is not None and source is not asked:
+                return payload, ProducerFailed(
+                    f"memory: source rank {payload.source_rank} closed before {payload.encode()} came",
+                    request_id=payload.transfer_id,
+                    key=payload.encode(),
+                    rank=payload.source_rank,
+                )
+            if source is not None:
+                waiting[payload] = source
+                try:
                     self._require_alike(source)
                     entry = source._ledger.lease(payload, self)
-                    if entry is not None:
-                        return MemoryLease(self, source, entry)
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return None
-                self._exchange.changed.wait(min(remaining_s, LONGEST_WAIT_S))
+                except OmniKVError as error:
+                    return payload, error
+                if entry is not None:
+                    return payload, MemoryLease(self, source, entry)
+        return None
 
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell the receiver that this payload will not come, with the cause in words; idempotent.

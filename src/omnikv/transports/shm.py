@@ -24,11 +24,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Generator, Sequence
 from typing import ClassVar
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, PROTOCOL_VERSION, Hello
-from omnikv.errors import ConfigError, TransportError, TransportUnavailable
+from omnikv.errors import ConfigError, OmniKVError, TransportError, TransportUnavailable
 from omnikv.transports.base import Capabilities, Endpoint, Transport
 from omnikv.transports.pairing import describe, require_payload
 from omnikv.transports.shm_link import encode
@@ -113,9 +114,24 @@ class ShmTransport(Transport):
             ConfigError: the payload is not this target's.
             TransportError: this transport is closed.
         """
-        require_payload(self.name, self._endpoint, payload, "target")
+        _, outcome = next(self.get_as_ready([payload], deadline=deadline), (payload, None))
+        if isinstance(outcome, OmniKVError):
+            raise outcome
+        return outcome
+
+    def get_as_ready(
+        self, payloads: Sequence[PayloadId], *, deadline: float
+    ) -> Generator[tuple[PayloadId, ShmLease | OmniKVError], None, None]:
+        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
+
+        Raises:
+            ConfigError: a payload is not this target's.
+            TransportError: this transport is closed.
+        """
+        for payload in payloads:
+            require_payload(self.name, self._endpoint, payload, "target")
         assert self._target is not None
-        return self._target.get(payload, deadline)
+        yield from self._target.get_as_ready(payloads, deadline)
 
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell the receiver that this payload will not come, with the cause in words; idempotent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -69,13 +69,13 @@ class ShmLease(Lease):
 
 
 class _Ask:
-    """One `get` that waits: what for, over which link it was sent, and what came of it."""
+    """One payload that is waited for: over which link it was asked for, and what came of it."""
 
-    def __init__(self, number: int, payload: PayloadId, is_patient: bool, lock: threading.Lock) -> None:
+    def __init__(self, number: int, payload: PayloadId, is_patient: bool, changed: threading.Condition) -> None:
         self.number = number
         self.payload = payload
         self.is_patient = is_patient
-        self.changed = threading.Condition(lock)
+        self.changed = changed
         self.link: Link | None = None
         self.lease: ShmLease | None = None
         self.error: OmniKVError | None = None
@@ -101,7 +101,7 @@ class _Ask:
 
 
 class ShmTarget:
-    """What one target rank asks for. `get` and `end_lease` take the lock; the rest is called with it."""
+    """What one target rank asks for. `get_as_ready` and `end_lease` take the lock; the rest is called with it."""
 
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToTarget)
 
@@ -116,27 +116,37 @@ class ShmTarget:
         self._asks: dict[int, _Ask] = {}
         self._next_ask = 1
 
-    def get(self, payload: PayloadId, deadline: float) -> ShmLease | None:
-        """A lease as soon as the payload is ready, or None at `deadline`."""
-        with self._lock:
-            self._require_open()
-            ask = _Ask(self._next_ask, payload, deadline > time.monotonic(), self._lock)
-            self._next_ask += 1
-            self._asks[ask.number] = ask
-            try:
-                limit = self._pursue(ask, deadline)
-                while not ask.is_settled and (remaining_s := limit - time.monotonic()) > 0:
-                    ask.changed.wait(min(remaining_s, LONGEST_WAIT_S))
-            except BaseException:
-                # Interrupted (or refused while asking): an answer that came meanwhile goes back.
-                self._take_back(ask)
-                raise
-            if not ask.is_settled:
-                self._take_back(ask)
-            self._asks.pop(ask.number, None)
-            if ask.error is not None:
-                raise ask.pop_error()
-            return ask.lease
+    def get_as_ready(
+        self, payloads: Sequence[PayloadId], deadline: float
+    ) -> Generator[tuple[PayloadId, ShmLease | OmniKVError], None, None]:
+        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not."""
+        now = time.monotonic()
+        is_patient = deadline > now
+        limit = deadline if is_patient else now + ANSWER_S
+        changed = threading.Condition(self._lock)
+        asks: list[_Ask] = []
+        try:
+            with self._lock:
+                self._require_open()
+                for payload in payloads:
+                    asks.append(self._open(payload, is_patient, changed))
+                    self._pursue(asks[-1])
+            while asks:
+                with self._lock:
+                    ask = self._next_settled(asks, changed, limit)
+                    if ask is None:
+                        return
+                    asks.remove(ask)
+                    del self._asks[ask.number]
+                if ask.lease is not None:
+                    yield ask.payload, ask.lease
+                elif ask.error is not None:
+                    yield ask.payload, ask.pop_error()
+        finally:
+            # Given up, interrupted or refused while asking: an answer that came meanwhile goes back.
+            with self._lock:
+                for ask in asks:
+                    self._take_back(ask)
 
     def end_lease(self, link: Link, message: Ack | Return) -> None:
         """Tell the source; when it is gone, it knows already."""
@@ -205,17 +215,35 @@ class ShmTarget:
                 closed.__cause__ = error
                 ask.settle(error=closed)
 
-    def _pursue(self, ask: _Ask, deadline: float) -> float:
-        """When the ask is to be given up, after it was sent or its source was knocked on."""
+    def _open(self, payload: PayloadId, is_patient: bool, changed: threading.Condition) -> _Ask:
+        ask = _Ask(self._next_ask, payload, is_patient, changed)
+        self._next_ask += 1
+        self._asks[ask.number] = ask
+        return ask
+
+    @staticmethod
+    def _next_settled(asks: Sequence[_Ask], changed: threading.Condition, limit: float) -> _Ask | None:
+        while True:
+            settled = next((ask for ask in asks if ask.is_settled), None)
+            remaining_s = limit - time.monotonic()
+            if settled is not None or remaining_s <= 0:
+                return settled
+            changed.wait(min(remaining_s, LONGEST_WAIT_S))
+
+    def _pursue(self, ask: _Ask) -> None:
+        """Nothing; the ask was sent, or its source was knocked on, or it is settled."""
         rank = ask.payload.source_rank
         link, refused = self._sources.get(rank), self._refused.get(rank)
         if refused is not None:
-            raise self._refusal(refused, ask.payload)
+            ask.settle(error=self._refusal(refused, ask.payload))
+            return
         if link is not None:
             self._send(link, ask)
-        if ask.link is None and self.loop.knock(rank) is not Knock.ANSWERED and not ask.is_patient:
-            ask.settle(is_absent=True)
-        return deadline if ask.is_patient else time.monotonic() + ANSWER_S
+        try:
+            if ask.link is None and self.loop.knock(rank) is not Knock.ANSWERED and not ask.is_patient:
+                ask.settle(is_absent=True)
+        except ConnectError as error:
+            ask.settle(error=error)
 
     def _send(self, link: Link, ask: _Ask) -> None:
         ask.link = link

@@ -42,7 +42,7 @@ def a_prefill_rank(rank, *, sends=True, **kwargs):
 
 def a_decode_rank(tokens=TOKENS, *, keeps=True):
     """Waits from 9.0; notices rank 0's payload, sent at 10.5, at 10.75 and rank 1's, sent at 11.5, at 12.0."""
-    kept = {"verdict": "keep", "causes": {}, "nbytes": 2000, "sources": [[0, 1.75], [1, 1.25]]}
+    kept = {"verdict": "keep", "causes": {}, "nbytes": 2000, "sources": [[0, 1.75], [1, 3.0]]}
     dropped = {"verdict": "drop", "causes": {"0": DROPPED}, "nbytes": 0, "sources": []}
     outcome = {"started_s": 9.0, "decided_s": 12.5, **(kept if keeps else dropped)}
     return a_rank("decode", 0, {"outcome": outcome, "finished": {"tokens": tokens, "text": "sky [bold]blue"}})

@@ -147,15 +147,10 @@ def _wake_up(
 ) -> tuple[float, float]:
     """How late the worst payload was noticed, and when the last one was.
 
-    A rank takes its payloads one after the other, so a payload can only be late from when it was both published and
-    waited for.
+    A payload can only be late from when it was both published and waited for.
     """
-    late_s, now_s = 0.0, started_s
-    for source_rank, waited_s in sources:
-        due_s = max(now_s, sent[source_rank]["sent_s"])
-        now_s += waited_s
-        late_s = max(late_s, now_s - due_s)
-    return late_s, now_s
+    arrived = [(started_s + waited_s, max(started_s, sent[source_rank]["sent_s"])) for source_rank, waited_s in sources]
+    return max(here_s - due_s for here_s, due_s in arrived), max(here_s for here_s, _ in arrived)
 
 
 def _ms(seconds: float) -> float:
