@@ -9,6 +9,13 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAID = {
+    "lockstep.py": (
+        "rank 0: whole: keep cfg_text, primary",
+        "rank 1: no companion: keep primary",
+        "rank 0: given up: recompute, because rank 0 lacks",
+        "rank 1: given up: recompute, because rank 1 lacks",
+        "prefill ran out of memory",
+    ),
     "two_processes_shm.py": ("received 40 tokens, 4 layers, metadata {'first_token': 17}", "nobody took: 0"),
     "tp_resize.py": ("TP 4 -> 2, rank 1: heads (4, 5, 6, 7), keep, bit-exact: True", "TP 2 -> 4, rank 3"),
     "custom_transport.py": ("passed: threads_share_an_end", "refused: signed: ", "a forged one was refused"),
