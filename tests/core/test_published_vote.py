@@ -6,6 +6,7 @@ import pytest
 
 from omnikv.core.published_vote import (
     is_dummy_request_id,
+    published_causes,
     published_signature,
     published_verdict,
     should_exchange,
@@ -30,7 +31,7 @@ def test_a_group_that_turns_tuples_into_lists_does_not_change_the_verdict():
 
 
 ENTER = {
-    "is_local": True,
+    "fetches": True,
     "tp_active": True,
     "has_group": True,
     "tp_size": 2,
@@ -46,7 +47,7 @@ def test_pure_tensor_parallel_ranks_vote():
 @pytest.mark.parametrize(
     "changed",
     [
-        {"is_local": False},
+        {"fetches": False},
         {"tp_active": False},
         {"has_group": False},
         {"tp_size": 1},
@@ -66,3 +67,13 @@ def test_only_the_engines_own_warm_up_ids_are_dummies():
     assert not is_dummy_request_id("dummy_req_id_7")
     assert not is_dummy_request_id("r1")
     assert not is_dummy_request_id(None)
+
+
+def test_rank_0_sees_which_rank_lacks_what():
+    whole = (True, ("past_key_values", "sp.cfg_text_past_key_values"))
+    assert published_causes([whole, whole]) == ()
+    assert published_causes([whole, (True, ("past_key_values",)), None]) == (
+        (1, "cfg_text", "no sp.cfg_text_past_key_values on its request"),
+        (2, "", "its vote could not be read"),
+    )
+    assert published_causes([(False, ()), (True, ())]) == ((0, "primary", "not received"),)

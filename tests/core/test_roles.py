@@ -13,8 +13,11 @@ from omnikv.core.roles import (
     branch_roles,
     clear_payload,
     collect_payload,
+    companion_ids,
+    missing_roles,
     ranks_without_kv,
     received_fields,
+    role_of_field,
 )
 
 
@@ -172,3 +175,21 @@ def test_without_any_kv_no_rank_gets_any_and_none_is_named(cfg_size):
     payloads = branch_payloads(request(), cfg_size=cfg_size)
     assert payloads == [None] * cfg_size
     assert ranks_without_kv(payloads) == []
+
+
+def test_d06_the_companions_asked_for_and_not_there_are_named():
+    req = request(cfg_kv_request_ids={"cfg_text": "a", "cfg_img": "b"}, cfg_img_past_key_values="kv")
+    assert companion_ids(req) == {"cfg_text": "a", "cfg_img": "b"}
+    assert missing_roles(req) == ("cfg_text",)
+    assert missing_roles(req, ["cfg_img", "cfg_audio"]) == ("cfg_audio", "cfg_text")
+
+
+@pytest.mark.parametrize("asked", [None, ["c1"], "c1", {"cfg_text": None}])
+def test_companion_ids_that_are_no_ids_by_role_name_nothing(asked):
+    assert companion_ids(request(cfg_kv_request_ids=asked)) == {}
+
+
+def test_a_field_is_part_of_a_role():
+    assert role_of_field("past_key_values") == role_of_field("sp.kv_metadata") == "primary"
+    assert role_of_field("sp.cfg_text_past_key_values") == role_of_field("sp.cfg_text_kv_metadata") == "cfg_text"
+    assert role_of_field("sp.cfg_active_branch") == "cfg_active_branch"

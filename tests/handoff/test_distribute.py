@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.support.engine_groups import ThreadCoordinator, thread_world
 
 from omnikv.core.receive_role import ReceiveLayout, ReceiveRole
-from omnikv.handoff.distribute import hand_on
+from omnikv.errors import VerdictInDoubt
+from omnikv.handoff.bounded_calls import BoundedCalls
+from omnikv.handoff.distribute import HandingOn
 
 
 class Group:
@@ -41,8 +47,16 @@ def request(*branches):
     return SimpleNamespace(request_id="r1", past_key_values="main", sampling_params=params)
 
 
-def run(req, where, *, received=True, counters=None):
-    return hand_on(req, where, received=received, request_id="r1", counters=Counter() if counters is None else counters)
+def run(req, where, *, received=True, counters=None, prepare=lambda payload: payload, settle=None, within_s=20.0):
+    return HandingOn(
+        layout=where,
+        request_id="r1",
+        prepare=prepare,
+        settle=settle or (lambda causes: not causes),
+        calls=BoundedCalls(),
+        deadline=time.monotonic() + within_s,
+        counters=Counter() if counters is None else counters,
+    ).run(req, received=received)
 
 
 def test_a_local_rank_touches_no_group():
@@ -68,13 +82,48 @@ def test_a_leader_without_kv_tells_every_follower_so():
     assert sp.calls == [("broadcast", 0, None)]
 
 
-def test_a_follower_that_cannot_be_served_is_told_that_there_is_nothing(caplog):
+def test_when_the_first_follower_cannot_be_served_no_rank_gets_kv(caplog):
     group, counters = Group(refuses={1}), Counter()
-    run(request("cfg_text", "cfg_img"), layout(ReceiveRole.LEADER, cfg=(3, 0, group)), counters=counters)
-    assert [call[1:] for call in group.calls if call[2] is None] == [(1, None)]
-    assert group.calls[-1][1] == 2
+    own = run(request("cfg_text", "cfg_img"), layout(ReceiveRole.LEADER, cfg=(3, 0, group)), counters=counters)
+    assert own is None
+    assert [call[1:] for call in group.calls if call[2] is None] == [(1, None), (2, None)]
     assert counters == {"cfg_scatter_failed": 1}
     assert "guidance rank 1" in caplog.text
+
+
+def test_when_a_later_follower_cannot_be_served_the_leader_says_that_the_group_is_split():
+    group = Group(refuses={2})
+    with pytest.raises(VerdictInDoubt, match="could not send it to guidance rank 2"):
+        run(request("cfg_text", "cfg_img"), layout(ReceiveRole.LEADER, cfg=(3, 0, group)))
+    assert group.calls[-1] == ("send", 2, None)
+
+
+def test_a_broadcast_that_cannot_be_packed_gives_every_rank_nothing():
+    class Picky(Group):
+        def broadcast_object(self, obj=None, src=0):
+            super().broadcast_object(obj, src)
+            if obj is not None:
+                raise TypeError("cannot pickle")
+
+    sp = Picky()
+    assert run(request(), layout(ReceiveRole.LEADER, sp=(2, 0, sp))) is None
+    assert [call[2] is None for call in sp.calls] == [False, True]
+
+
+def test_a_follower_waits_for_a_dead_leader_no_longer_than_its_deadline():
+    with pytest.raises(VerdictInDoubt, match="the deadline passed"):
+        run(request(), layout(ReceiveRole.FOLLOWER, cfg=(2, 1, ThreadCoordinator.of(2)[1])), within_s=0.05)
+
+
+def test_a_follower_that_loses_its_leader_releases_the_ranks_below_it():
+    class Gone(Group):
+        def recv_object(self, src):
+            raise OSError("reset")
+
+    sp = Group()
+    with pytest.raises(VerdictInDoubt, match="reset"):
+        run(request(), layout(ReceiveRole.FOLLOWER, cfg=(2, 1, Gone()), sp=(2, 0, sp)))
+    assert sp.calls == [("broadcast", 0, None)]
 
 
 def test_followers_are_served_even_when_a_request_cannot_be_split():
@@ -90,11 +139,21 @@ def test_followers_are_served_even_when_a_request_cannot_be_split():
     assert group.calls == [("send", 1, None), ("send", 2, None)]
 
 
-def test_d07_a_rank_of_a_larger_guidance_group_without_kv_is_named(caplog):
-    counters = Counter()
-    run(request(), layout(ReceiveRole.LEADER, cfg=(3, 0, Group())), counters=counters)
-    assert [record.args[0] for record in caplog.records if record.levelname == "ERROR"] == [1, 2]
+def test_d07_a_prefix_that_a_larger_guidance_group_cannot_share_goes_to_no_rank(caplog):
+    counters, group = Counter(), Group()
+    assert run(request(), layout(ReceiveRole.LEADER, cfg=(3, 0, group)), counters=counters) is None
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.args[0] for record in errors[:2]] == [1, 2]
+    assert "guidance ranks [1, 2]" in errors[2].getMessage()
     assert counters == {"cfg_ranks_without_kv": 2}
+    assert group.calls == [("send", 1, None), ("send", 2, None)]
+
+
+def test_d07_a_branch_that_the_producer_left_out_is_named_and_the_others_go_on(caplog):
+    counters, group = Counter(), Group()
+    assert run(request("cfg_text"), layout(ReceiveRole.LEADER, cfg=(3, 0, group)), counters=counters)
+    assert [record.args[0] for record in caplog.records if record.levelname == "ERROR"] == [2]
+    assert counters == {"cfg_ranks_without_kv": 1}
 
 
 def test_d07_a_group_of_two_shares_the_main_kv_without_complaint(caplog):
@@ -147,3 +206,98 @@ def test_views_are_sent_as_copies_and_the_leader_keeps_its_own():
     assert sent.tolist() == [0, 1]
     assert sent.untyped_storage().nbytes() == sent.nbytes
     assert own["past_key_values"] is req.past_key_values
+
+
+# Without tensor parallelism: the ranks that run the request, and no others
+
+
+def test_x15_a_replica_that_is_not_the_whole_world_uses_its_own_groups():
+    world, cfg, sp = Group(), Group(), Group()
+    world.world_size = 8
+    own = run(request("cfg_text"), layout(ReceiveRole.LEADER, tp=False, cfg=(2, 0, cfg), sp=(2, 0, sp), world=world))
+    assert world.calls == []
+    assert cfg.calls == [("broadcast", 0, own)]
+    assert sp.calls == [("broadcast", 0, own)]
+
+
+# Confirmed handing on, between threads
+
+
+def hand_on_in(layouts, requests=None, **by_rank):
+    """What each rank of a world of threads gets; a leader's request is received."""
+    got, votes = {}, ThreadCoordinator.of(2)
+
+    def leaders_agree(tp_rank):
+        def settle(causes):
+            mine, theirs = not causes, ThreadCoordinator.broadcast_object
+            if tp_rank == 0:
+                word = votes[0].recv_object(1) and mine
+                return theirs(votes[0], word, 0)
+            votes[1].send_object(mine, 0)
+            return theirs(votes[1], None, 0)
+
+        return settle
+
+    def work(rank, where):
+        more = {name: value[rank] for name, value in by_rank.items() if rank in value}
+        settle = leaders_agree(where.tp_group.rank_in_group) if where.tp_size > 1 else None
+        req = (requests or {}).get(rank) or request("cfg_text")
+        got[rank] = run(req, where, received=where.is_leader, settle=settle, **more)
+
+    threads = [threading.Thread(target=work, args=(rank, where)) for rank, where in enumerate(layouts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [got[rank] for rank in range(len(layouts))]
+
+
+MIXES = [{"tp": 1, "cfg": 2}, {"tp": 2, "cfg": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "cfg": 2, "sp": 2}, {"tp": 1, "sp": 3}]
+
+
+def tensor_parallel_world(**sizes):
+    # A single tensor rank behind a split producer counts as tensor parallel too.
+    return [replace(where, tp_active=True, role=role_of(where)) for where in thread_world(**sizes)]
+
+
+def role_of(where):
+    return ReceiveRole.LEADER if where.cfg_rank == where.sp_rank == 0 else ReceiveRole.FOLLOWER
+
+
+@pytest.mark.parametrize("sizes", MIXES)
+def test_every_rank_of_every_mix_gets_its_part(sizes):
+    layouts = tensor_parallel_world(**sizes)
+    branches = [part and part.get("sp.cfg_active_branch") for part in hand_on_in(layouts)]
+    assert branches == ["cfg_text" if where.cfg_rank else None for where in layouts]
+
+
+@pytest.mark.parametrize("sizes", MIXES)
+@pytest.mark.parametrize("broken", ["first", "last"])
+def test_x14_a_rank_that_cannot_use_its_part_leaves_every_rank_of_the_mix_without(sizes, broken):
+    layouts = tensor_parallel_world(**sizes)
+
+    def explode(payload):
+        raise RuntimeError("out of memory")
+
+    rank = {"first": 0, "last": len(layouts) - 1}[broken]
+    assert hand_on_in(layouts, prepare={rank: explode}) == [None] * len(layouts)
+
+
+@pytest.mark.parametrize("sizes", [mix for mix in MIXES if mix.get("cfg")])
+def test_x14_a_failed_scatter_to_one_follower_leaves_every_rank_of_the_mix_without(sizes):
+    layouts = tensor_parallel_world(**sizes)
+    group, send = layouts[0].cfg_group, layouts[0].cfg_group.send_object
+
+    def refuse(obj, dst):
+        if isinstance(obj, dict):
+            raise OSError("cannot pickle")
+        send(obj, dst)
+
+    group.send_object = refuse
+    assert hand_on_in(layouts) == [None] * len(layouts)
+
+
+def test_followers_leave_the_tensor_group_alone():
+    layouts = tensor_parallel_world(tp=2, cfg=2)
+    hand_on_in(layouts)
+    assert [where.tp_group.calls for where in layouts] == [[], [], [], []]

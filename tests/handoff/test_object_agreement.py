@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
 
 import pytest
+from tests.support.engine_groups import ThreadCoordinator
 
 from omnikv.errors import VerdictInDoubt
+from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.object_agreement import agree_on_state
 
 
-class ThreadGroup:
-    """One rank's view of ranks that are threads; every receive gives up after a while rather than hang the test."""
-
-    def __init__(self, rank, size, mail):
-        self.rank_in_group, self.world_size, self._mail = rank, size, mail
-
-    @classmethod
-    def of(cls, size):
-        mail = {(source, target): queue.Queue() for source in range(size) for target in range(size)}
-        return [cls(rank, size, mail) for rank in range(size)]
-
-    def send_object(self, obj, dst):
-        self._mail[self.rank_in_group, dst].put(obj)
-
-    def recv_object(self, src):
-        return self._mail[src, self.rank_in_group].get(timeout=20)
-
-    def broadcast_object(self, obj=None, src=0):
-        if self.rank_in_group != src:
-            return self.recv_object(src)
-        for rank in range(self.world_size):
-            if rank != src:
-                self.send_object(obj, rank)
-        return obj
+def agree(group, size, signature, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    return agree_on_state(group, size, signature, "r1", calls=BoundedCalls(), deadline=deadline)
 
 
 def vote(signatures):
-    groups, verdicts = ThreadGroup.of(len(signatures)), {}
+    groups, verdicts = ThreadCoordinator.of(len(signatures)), {}
 
     def cast(rank):
-        verdicts[rank] = agree_on_state(groups[rank], len(signatures), signatures[rank], "r1")
+        verdicts[rank] = agree(groups[rank], len(signatures), signatures[rank]).kept
 
     threads = [threading.Thread(target=cast, args=(rank,)) for rank in range(len(signatures))]
     for thread in threads:
@@ -94,19 +75,20 @@ class Recording:
 
 def test_rank_0_hears_every_peer_and_tells_all_of_them():
     group = Recording(0, [YES, YES])
-    assert agree_on_state(group, 3, YES, "r1")
+    assert agree(group, 3, YES) == (True, ())
     assert group.calls == [("recv", 1), ("recv", 2), ("broadcast", True, 0)]
 
 
 def test_another_rank_reports_and_obeys():
     group = Recording(2, verdict=False)
-    assert not agree_on_state(group, 3, YES, "r1")
+    assert not agree(group, 3, YES).kept
     assert group.calls == [("send", YES, 0), ("broadcast", None, 0)]
 
 
 def test_a_peer_that_cannot_be_read_disagrees_and_the_others_are_told():
     group = Recording(0, [OSError("reset"), YES])
-    assert not agree_on_state(group, 3, YES, "r1")
+    verdict = agree(group, 3, YES)
+    assert verdict == (False, ((1, "", "its vote could not be read"),))
     assert group.calls[-1] == ("broadcast", False, 0)
 
 
@@ -114,4 +96,19 @@ def test_a_peer_that_cannot_be_read_disagrees_and_the_others_are_told():
 def test_a_rank_that_cannot_learn_the_verdict_says_so_instead_of_guessing(rank):
     group = Recording(rank, [YES], error=OSError("reset"))
     with pytest.raises(VerdictInDoubt, match="tear the group down"):
-        agree_on_state(group, 2, YES, "r1")
+        agree(group, 2, YES)
+
+
+def test_rank_0_knows_which_rank_lacked_what():
+    one = (True, ("past_key_values", "sp.cfg_text_kv_metadata", "sp.cfg_text_past_key_values"))
+    verdict = agree(Recording(0, [(True, ("past_key_values",)), NO]), 3, one)
+    assert verdict.causes == (
+        (1, "cfg_text", "no sp.cfg_text_kv_metadata on its request"),
+        (2, "cfg_text", "no sp.cfg_text_kv_metadata on its request"),
+        (2, "primary", "not received"),
+    )
+
+
+def test_d01_a_peer_that_never_votes_leaves_this_rank_in_doubt_at_its_deadline():
+    with pytest.raises(VerdictInDoubt, match="the deadline passed"):
+        agree(ThreadCoordinator.of(2)[0], 2, YES, within_s=0.05)

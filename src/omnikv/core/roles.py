@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from omnikv.core.keys import PRIMARY_ROLE
+
 PRIMARY_FIELDS = ("past_key_values", "kv_metadata")
 SAMPLING_PREFIX = "sp."
 COMPANION_IDS = "cfg_kv_request_ids"
@@ -82,6 +84,38 @@ def branch_roles(req: Any) -> list[str]:
     found = [role for role in (*by_role, *single) if _branch_part(params, role, _KV_SUFFIX) is not None]
     preferred = [role for role in _PREFERRED_ROLES if role in by_role or role in found]
     return list(dict.fromkeys((*preferred, *found)))
+
+
+def role_of_field(name: str) -> str:
+    """Whose KV a collected field is part of: "primary", a guidance branch, or the field itself where it is neither."""
+    field = name.removeprefix(SAMPLING_PREFIX)
+    if field in PRIMARY_FIELDS:
+        return PRIMARY_ROLE
+    return field if field in _CFG_FIELDS else field.removesuffix(_KV_SUFFIX).removesuffix(_METADATA_SUFFIX)
+
+
+def branch_kv(req: Any, role: str) -> object:
+    """The KV of one guidance branch as the request holds it, or None."""
+    return _branch_part(getattr(req, "sampling_params", None), role, _KV_SUFFIX)
+
+
+def primary_kv(req: Any) -> object:
+    """The KV of the request itself as it holds it, or None."""
+    found = getattr(req, "past_key_values", None)
+    return getattr(getattr(req, "sampling_params", None), "past_key_values", None) if found is None else found
+
+
+def companion_ids(req: Any) -> dict[str, str]:
+    """The ids under which the request's guidance companions travel, by role; none where it names none."""
+    asked = getattr(getattr(req, "sampling_params", None), COMPANION_IDS, None)
+    if not isinstance(asked, Mapping):
+        return {}
+    return {str(role): request_id for role, request_id in asked.items() if isinstance(request_id, str)}
+
+
+def missing_roles(req: Any, required: Iterable[str] = ()) -> tuple[str, ...]:
+    """The companions that the request asks for, or that are `required`, and that it does not hold now, sorted."""
+    return tuple(sorted({*companion_ids(req), *required} - set(branch_roles(req))))
 
 
 def branch_payloads(req: Any, cfg_size: int) -> list[Payload | None]:

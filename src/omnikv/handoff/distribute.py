@@ -1,100 +1,237 @@
 """Handing KV on from the rank that received it to the ranks that did not, over an engine's own group objects.
 
-    LOCAL                 fetched for itself: nothing to do
-    LEADER, tensor-par.   scatters one payload to each rank of its guidance (CFG) group, then broadcasts its own over
-                          its sequence-parallel (SP) group
-    FOLLOWER, tensor-par. the first rank of an SP group gets its payload from the CFG leader; all take the SP broadcast
-    no tensor parallelism one leader broadcasts everything over the stage's world
+KV goes down level by level (`ReceiveLayout.levels`): with tensor parallelism a leader scatters one payload to each rank
+of its guidance (CFG) group, and the first rank of each sequence-parallel (SP) group broadcasts its own there; without
+it one leader broadcasts everything to the ranks that run its request. Which calls a rank makes depends on its layout
+alone, never on whether the KV came: a leader without KV sends None, so that no follower is left waiting.
 
-Which calls a rank makes depends on its layout alone, never on whether the KV came: a leader without KV sends None, so
-that no follower is left waiting.
+A follower that could not be served fails the request for its whole group:
+
+* Where the leaders have a tensor-parallel group (`ReceiveLayout.confirms`), whoever was given KV brings it to its
+  device and confirms that upwards, each leader brings the answers of its tree to a second vote of the leaders, and the
+  result goes down again as the last word. Nobody uses KV before it.
+* Where they have none, the published calls are all that followers expect. If nobody was given KV yet when a send fails,
+  everybody gets None; otherwise one rank uses what another lacks, and the leader says so by `VerdictInDoubt`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from omnikv.core.receive_role import ReceiveLayout
+from omnikv.core.receive_role import Level, ReceiveLayout
 from omnikv.core.roles import Payload, branch_payloads, collect_payload, ranks_without_kv
+from omnikv.core.verdict import WHOLE_RANK, spell_causes
+from omnikv.errors import VerdictInDoubt
+from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.tensors.place import detach_from_buffers
 
 logger = logging.getLogger("omnikv.distribute")
 
+Causes = tuple[tuple[int, str, str], ...]
+_WHAT = "handing KV on"
 
-def hand_on(
-    req: Any, layout: ReceiveLayout, *, received: bool, request_id: str | None, counters: Counter[str]
-) -> Payload | None:
-    """What this rank must apply to its request, after every rank of the layout has made its calls; None for nothing.
 
-    A leader is given back its own payload, a follower what it was sent, on the CPU.
+@dataclass(slots=True, kw_only=True)
+class _Way:
+    """How far one request's KV came. `served` are the ranks given KV, by the place of their level; `causes` what broke.
+
+    `gave` says that some other rank has the KV, or may have it. `failure` is what a group raised from above.
     """
-    if layout.is_local:
-        return None
-    if not (layout.tp_active and (layout.cfg_active or layout.sp_active)):
-        own = collect_payload(req) if layout.is_leader and received else None
-        return _broadcast(layout.world, own, is_source=layout.is_leader) or None
+
+    rank: int
     payload: Payload | None = None
-    if layout.is_leader:
-        payload = _lead(req, layout, received=received, request_id=request_id, counters=counters)
-    elif layout.cfg_active and layout.sp_rank == 0:
-        payload = layout.cfg_group.recv_object(src=0)
-    if layout.sp_active and layout.sp_group is not None:
-        payload = _broadcast(layout.sp_group, payload, is_source=layout.sp_rank == 0)
-    return payload or None
+    served: dict[int, list[int]] = field(default_factory=dict)
+    causes: list[tuple[int, str, str]] = field(default_factory=list)
+    gave: bool = False
+    failure: Exception | None = None
+
+    def blame(self, words: str) -> None:
+        self.causes.append((self.rank, WHOLE_RANK, words))
 
 
-def _lead(
-    req: Any, layout: ReceiveLayout, *, received: bool, request_id: str | None, counters: Counter[str]
-) -> Payload | None:
-    if not layout.cfg_active:
-        return collect_payload(req) if received else None
-    payloads = _split(req, layout.cfg_size, request_id) if received else [None] * layout.cfg_size
-    for rank in ranks_without_kv(payloads):
-        counters["cfg_ranks_without_kv"] += 1
-        logger.error(
-            "rank %d of the guidance group of %d gets no KV for request %s: the producer split it into %d branches; "
-            "send one branch a rank, or use a group of 2, which shares the main KV",
-            rank, layout.cfg_size, request_id, sum(payload is not None for payload in payloads) - 1,
-        )  # fmt: skip
-    for rank in range(1, layout.cfg_size):
-        if not _send(layout.cfg_group, payloads[rank], rank, request_id):
-            counters["cfg_scatter_failed"] += 1
-    return payloads[0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandingOn:
+    """One request's KV on its way down, as this rank takes part in it.
+
+    `prepare` brings a payload to where this rank uses it. `settle` is the leaders' second vote: it is given what went
+    wrong below this leader as (rank, role, words), and says whether all is well under every leader. `deadline` is on
+    the monotonic clock, in seconds.
+    """
+
+    layout: ReceiveLayout
+    request_id: str | None
+    prepare: Callable[[Payload], Payload]
+    settle: Callable[[Causes], bool]
+    calls: BoundedCalls
+    deadline: float
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def run(self, req: Any, *, received: bool) -> Payload | None:
+        """What this rank must apply to its request after every rank has made its calls; None for nothing.
+
+        Raises:
+            VerdictInDoubt: some ranks have the KV and others do not, or the groups did not answer by the deadline.
+        """
+        layout = self.layout
+        if not layout.levels():
+            return None
+        way = self._call(lambda: self._hand_down(req, received=received))
+        if not layout.confirms:
+            return self._use_unconfirmed(way)
+        if way.payload is None and not (layout.is_leader and received):
+            return None
+        payload = self._prepare(way)
+        if layout.is_leader:
+            self._call(lambda: self._gather_answers(way))
+            word = self.settle(tuple(way.causes))
+            self._call(lambda: self._pass_word_down(way, word))
+        else:
+            word = self._call(lambda: self._confirm_and_hear(way))
+        return payload if word else None
+
+    def _use_unconfirmed(self, way: _Way) -> Payload | None:
+        if not way.causes:
+            return self.prepare(way.payload) if way.payload else None
+        # A follower that lost what is below it has KV from above; a leader may not have given any yet.
+        if way.gave or not self.layout.is_leader:
+            raise VerdictInDoubt(
+                f"KV of request {self.request_id!r} reached only a part of its ranks: {spell_causes(way.causes)}; tear "
+                "the group down",
+                request_id=self.request_id,
+            )
+        logger.error("no rank gets KV of request %s: %s", self.request_id, spell_causes(way.causes))
+        return None
+
+    def _call(self, calls: Callable[[], Any]) -> Any:
+        return self.calls.make(_WHAT, calls, deadline=self.deadline, request_id=self.request_id)
+
+    def _prepare(self, way: _Way) -> Payload | None:
+        try:
+            return self.prepare(way.payload) if way.payload else None
+        # edge: just before this rank confirms; its peers wait for that, whatever its device raises.
+        except Exception as error:
+            logger.exception("KV of request %s came and could not be brought to its device", self.request_id)
+            way.blame(f"could not bring it to its device: {type(error).__name__}: {error}")
+            return None
+
+    def _hand_down(self, req: Any, *, received: bool) -> _Way:
+        way = _Way(rank=_world_rank(self.layout))
+        parts = self._parts(req, way) if self.layout.is_leader and received else []
+        way.payload = parts[0] if parts else None
+        for at, level in enumerate(self.layout.levels()):
+            if level.rank != 0:
+                self._take(level, way)
+            elif level.splits:
+                served = [self._send(level, rank, parts[rank] if parts else None, way) for rank in range(1, level.size)]
+                way.served[at] = [rank for rank, was_served in enumerate(served, 1) if was_served]
+            elif self._broadcast(level, way):
+                way.served[at] = list(range(1, level.size))
+        if way.failure is not None:
+            raise way.failure
+        return way
+
+    def _parts(self, req: Any, way: _Way) -> list[Payload | None]:
+        """One payload a rank of the guidance group, or the one payload that everybody gets; none of what cannot go."""
+        layout, size = self.layout, self.layout.cfg_size
+        try:
+            if not (layout.tp_active and layout.cfg_active):
+                return [collect_payload(req) or None]
+            parts = branch_payloads(req, size)
+        # edge: the request is an engine's object; the followers wait for a message whatever is wrong with it.
+        except Exception as error:
+            logger.exception("KV of request %s could not be split by guidance branch; no rank gets it", self.request_id)
+            way.blame(f"could not split it by guidance branch: {error}")
+            return []
+        return self._complete(parts, way)
+
+    def _complete(self, parts: list[Payload | None], way: _Way) -> list[Payload | None]:
+        lacking = ranks_without_kv(parts)
+        found = sum(part is not None for part in parts) - 1
+        for rank in lacking:
+            self.counters["cfg_ranks_without_kv"] += 1
+            logger.error(
+                "rank %d of the guidance group of %d gets no KV for request %s: the producer split it into %d "
+                "branches; send one branch a rank, or use a group of 2, which shares the main KV",
+                rank, len(parts), self.request_id, found,
+            )  # fmt: skip
+        if lacking and not found:
+            # D07: a prefix that nobody split cannot serve some ranks and leave the others without one.
+            way.blame(f"has no KV for guidance ranks {lacking}: the producer sent one shared prefix")
+            return []
+        return parts
+
+    def _take(self, level: Level, way: _Way) -> None:
+        try:
+            way.payload = level.group.recv_object(src=0) if level.splits else level.group.broadcast_object(None, src=0)
+        # edge: the group is an engine's; the ranks below this one wait for a message whatever it raises.
+        except Exception as error:  # noqa: BLE001
+            way.failure, way.payload = error, None
+
+    def _send(self, level: Level, rank: int, part: Payload | None, way: _Way) -> bool:
+        """Whether this rank was given KV. Once one could not be given any, the others are not either."""
+        part = None if way.causes else part
+        try:
+            level.group.send_object(detach_from_buffers(part), dst=rank)
+        # edge: the group is an engine's, and one follower that cannot be served must not keep the others waiting.
+        except Exception as error:
+            logger.exception("KV of request %s could not be sent to guidance rank %d", self.request_id, rank)
+            self.counters["cfg_scatter_failed"] += 1
+            way.blame(f"could not send it to guidance rank {rank}: {error}")
+            self._send_nothing(level, rank, way)
+            return False
+        way.gave = way.gave or part is not None
+        return part is not None
+
+    def _send_nothing(self, level: Level, rank: int, way: _Way) -> None:
+        try:
+            level.group.send_object(None, dst=rank)
+        # edge: the same group failed a moment ago.
+        except Exception:
+            logger.exception("guidance rank %d could not even be told that there is no KV", rank)
+            way.gave = True  # Nobody knows what it has.
+
+    def _broadcast(self, level: Level, way: _Way) -> bool:
+        """Whether the ranks below were given KV."""
+        part = None if way.causes or way.failure is not None else way.payload
+        try:
+            level.group.broadcast_object(detach_from_buffers(part), src=0)
+        # edge: the group is an engine's. What cannot be packed failed before anything left; None can still be told.
+        except Exception as error:
+            logger.exception("KV of request %s could not be broadcast", self.request_id)
+            self.counters["broadcast_failed"] += 1
+            way.blame(f"could not broadcast it: {error}")
+            level.group.broadcast_object(None, src=0)
+            return False
+        way.gave = way.gave or part is not None
+        return part is not None
+
+    def _gather_answers(self, way: _Way) -> None:
+        levels = self.layout.levels()
+        for at in sorted(way.served, reverse=True):
+            for rank in way.served[at]:
+                way.causes += [tuple(cause) for cause in levels[at].group.recv_object(src=rank)]
+
+    def _confirm_and_hear(self, way: _Way) -> bool:
+        self._gather_answers(way)
+        above = [level for level in self.layout.levels() if level.rank != 0][-1]
+        above.group.send_object(way.causes, dst=0)
+        word = bool(above.group.recv_object(src=0) if above.splits else above.group.broadcast_object(None, src=0))
+        self._pass_word_down(way, word)
+        return word
+
+    def _pass_word_down(self, way: _Way, word: bool) -> None:
+        levels = self.layout.levels()
+        for at, ranks in sorted(way.served.items()):
+            if not levels[at].splits:
+                levels[at].group.broadcast_object(word, src=0)
+                continue
+            for rank in ranks:
+                levels[at].group.send_object(word, dst=rank)
 
 
-def _split(req: Any, cfg_size: int, request_id: str | None) -> list[Payload | None]:
-    try:
-        return branch_payloads(req, cfg_size)
-    # edge: the request is an engine's object; the followers wait for a message whatever is wrong with it.
-    except Exception:
-        logger.exception("KV of request %s could not be split by guidance branch; no rank gets it", request_id)
-        return [None] * cfg_size
-
-
-def _send(group: Any, payload: Payload | None, rank: int, request_id: str | None) -> bool:
-    try:
-        group.send_object(detach_from_buffers(payload), dst=rank)
-    # edge: the group is an engine's, and one follower that cannot be served must not keep the others waiting.
-    except Exception:
-        logger.exception("KV of request %s could not be sent to guidance rank %d, which gets none", request_id, rank)
-        _send_nothing(group, rank)
-        return False
-    return True
-
-
-def _send_nothing(group: Any, rank: int) -> None:
-    try:
-        group.send_object(None, dst=rank)
-    # edge: the same group failed a moment ago.
-    except Exception:
-        logger.exception("guidance rank %d could not even be told that there is no KV", rank)
-
-
-def _broadcast(group: Any, payload: Payload | None, *, is_source: bool) -> Payload | None:
-    if is_source:
-        group.broadcast_object(detach_from_buffers(payload), src=0)
-        return payload
-    received: Payload | None = group.broadcast_object(None, src=0)
-    return received
+def _world_rank(layout: ReceiveLayout) -> int:
+    return int(getattr(layout.world, "rank_in_group", layout.cfg_rank * layout.sp_size + layout.sp_rank))

@@ -50,10 +50,24 @@ class ReceiveRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedPayload:
-    """One rank's KV as the published dict, in memory of its own or on the device asked for, and its size on the way."""
+    """One rank's KV as the published dict, in memory of its own or on the device asked for, and its size on the way.
+
+    `held` are the deliveries that the connector would still take back; the KV is ours whatever becomes of them.
+    """
 
     data: dict[str, Any]
     nbytes: int
+    held: tuple[Delivery, ...] = ()
+
+    def settle(self) -> None:
+        """Nothing; the sender may forget what was held: it was used. Call this or `put_back`, once."""
+        for delivery in self.held:
+            delivery.settle()
+
+    def put_back(self) -> None:
+        """Nothing; what was held goes back unconsumed, and the same keys find it again."""
+        for delivery in self.held:
+            delivery.put_back()
 
 
 def receive_kv(
@@ -64,10 +78,12 @@ def receive_kv(
     deadline: float,
     device: torch.device | None = None,
     closing: threading.Event,
+    hold: bool = False,
 ) -> ReceivedPayload:
     """The request's KV for this rank, merged from its shards, on `device` if one is named.
 
-    `deadline` is on the monotonic clock, in seconds. `closing` ends the wait early.
+    `deadline` is on the monotonic clock, in seconds. `closing` ends the wait early. With `hold`, payloads that the
+    connector takes back are not acknowledged yet: the caller ends the result by `settle` or `put_back`.
 
     Raises:
         ReceiveTimeout: a shard is still missing; those that came were given back where the connector takes them back,
@@ -90,11 +106,13 @@ def receive_kv(
     shards = tuple(Shard(key, rank) for key, rank in keys)
     deliveries: dict[str, Delivery] = {}
     consumed = False
+    held: tuple[Delivery, ...] = ()
     try:
         _fetch(connector, request_id, route, shards, deliveries, deadline=deadline, closing=closing)
         consumed = True
         data = _assemble(request_id, route, shards, deliveries)
         data = _place(request_id, data, deliveries, device)
+        held = tuple(delivery for delivery in deliveries.values() if hold and delivery.returnable)
     except OmniKVError as error:
         # A broken payload would be just as broken the next time; its room is better freed.
         consumed = consumed or isinstance(error, WireError)
@@ -102,13 +120,14 @@ def receive_kv(
         raise
     finally:
         for delivery in deliveries.values():
-            (delivery.settle if consumed else delivery.put_back)()
+            if not any(delivery is kept for kept in held):
+                (delivery.settle if consumed else delivery.put_back)()
     nbytes = sum(delivery.nbytes for delivery in deliveries.values())
     logger.info(
         "received KV of request %s from %s: %d bytes under %d key(s) in %.1f ms",
         request_id, route.stages.from_stage, nbytes, len(shards), 1e3 * (time.monotonic() - started),
     )  # fmt: skip
-    return ReceivedPayload(data=data, nbytes=nbytes)
+    return ReceivedPayload(data=data, nbytes=nbytes, held=held)
 
 
 def _fetch(

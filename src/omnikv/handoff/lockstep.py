@@ -2,64 +2,264 @@
 
 Between the start of a receive and the vote nothing may leave a rank: whatever goes wrong becomes "not received", since
 its peers already wait for its vote. After a negative verdict every rank drops what it holds, and keeps what the request
-came with, so that all take the same other way.
+came with, so that all take the same other way and a retry can ask again.
+
+Two dialects of the vote. The published one compares which fields ranks hold, call for call as released engines do. The
+other compares contents: each role with its tokens, layers and dtype (X12), over `omnikv.groups`, and says in words
+which rank lacks what. `VoteRules` decides between them by values that are equal on every rank of a group.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
+from omnikv.core.keys import PRIMARY_ROLE
+from omnikv.core.messages import Ballot
 from omnikv.core.published_vote import published_signature, should_exchange
 from omnikv.core.receive_role import ReceiveLayout
-from omnikv.core.roles import clear_payload, collect_payload
-from omnikv.handoff.object_agreement import agree_on_state
+from omnikv.core.roles import branch_roles, clear_payload, collect_payload, companion_ids, missing_roles, primary_kv
+from omnikv.core.verdict import spell_causes
+from omnikv.handoff.bounded_calls import BoundedCalls
+from omnikv.handoff.engine_ballot import ballot_of, done_ballot, failed_ballot
+from omnikv.handoff.engine_seat import Seats, VotesOver, is_process_group
+from omnikv.handoff.object_agreement import PublishedVerdict, agree_on_state
+from omnikv.handoff.open_request import OpenRequest
 
 logger = logging.getLogger("omnikv.agree")
 
+Causes = tuple[tuple[int, str, str], ...]
+Dialect = Literal["auto", "published", "contents"]
+# What a rank votes on whose request has an id that cannot be read: not an id, and no warm-up run either.
+_UNREADABLE_ID = "<unreadable>"
+# What the leaders' second vote is about.
+_HANDING_ON = "handing on"
 
-def received_until_vote(receive: Callable[[], bool], request_id: str | None, counters: Counter[str]) -> bool:
-    """What `receive` says, or False with the cause logged and counted."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteRules:
+    """How the ranks of a stage agree; every rank must be given the same.
+
+    `dialect` "auto" compares contents where the group is a real process group, whose ranks all run this code, and takes
+    the published exchange where it has the object methods alone. `over` says what carries the contents. The companions
+    named by `required_roles` fail a request that lacks them, even where all ranks do.
+    """
+
+    need_recv_cache: bool
+    dialect: Dialect = "auto"
+    over: VotesOver = "auto"
+    required_roles: tuple[str, ...] = ()
+
+    def compares_contents(self, group: Any) -> bool:
+        """Whether ranks of this group show each other contents rather than names of fields."""
+        return self.dialect == "contents" or (self.dialect == "auto" and is_process_group(group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One request to be voted on, as this rank knows it. `deadline` is on the monotonic clock, in seconds."""
+
+    req: Any
+    layout: ReceiveLayout
+    request_id: str | None
+    received: bool
+    deadline: float
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+def received_until_vote(receive: Callable[[], bool], request: OpenRequest, counters: Counter[str]) -> bool:
+    """What `receive` says, or False with the cause logged, counted and noted in `request`."""
     try:
-        return receive()
+        return bool(receive()) and not request.is_broken
     # edge: just before the vote; a rank that left here would leave its peers waiting in the exchange.
-    except Exception:
+    except Exception as error:
         counters["receive_failed"] += 1
-        logger.exception("KV of request %s was not received", request_id)
+        request.is_broken = True
+        request.failures[str(request.request_id)] = f"{type(error).__name__}: {error}"
+        logger.exception("KV of request %s was not received", request.request_id)
         return False
 
 
-def keep_or_drop(
-    req: Any,
-    layout: ReceiveLayout,
-    *,
-    received: bool,
-    request_id: str | None,
-    need_recv_cache: bool,
-    counters: Counter[str],
-) -> bool:
-    """Whether this rank still holds the request's KV, after its tensor-parallel group compared what its ranks hold.
+def request_id_of(req: Any, resolve: Callable[[Any], str | None]) -> str | None:
+    """What `resolve` says, or a stand-in that is voted on, logged, where the request cannot be asked for its id."""
+    try:
+        return resolve(req)
+    # edge: the request is an engine's object; its peers wait for this rank's vote on it.
+    except Exception:
+        logger.exception("a request could not be asked for its id")
+        return _UNREADABLE_ID
 
-    Without a vote (see `should_exchange`) that is `received`. When the ranks differ, each clears its request.
 
-    Raises:
-        VerdictInDoubt: this rank voted and cannot learn the verdict.
-    """
-    if not should_exchange(
-        is_local=layout.is_local,
-        tp_active=layout.tp_active,
-        has_group=layout.tp_group is not None,
-        tp_size=layout.tp_size,
-        need_recv_cache=need_recv_cache,
-        request_id=request_id,
-    ):
-        return received
-    signature = published_signature(received, list(collect_payload(req)))
-    if agree_on_state(layout.tp_group, layout.tp_size, signature, str(request_id)):
-        return received
-    counters["dropped"] += 1
-    logger.warning("ranks hold different KV for request %s (this one: %s); all of them drop it", request_id, signature)
-    clear_payload(req)
-    return False
+def drop_payload(req: Any, request_id: str | None) -> None:
+    """Nothing; clears the request's KV, and keeps its inputs. One that cannot be cleared is logged."""
+    try:
+        clear_payload(req)
+    # edge: the request is an engine's object; its group has decided, and followers may still wait to be told.
+    except Exception:
+        logger.exception("the KV of request %s was dropped and its request could not be cleared", request_id)
+
+
+class Lockstep:
+    """This rank's part in the votes of its stage; close it to give up its seats."""
+
+    def __init__(self, rules: VoteRules, counters: Counter[str], calls: BoundedCalls) -> None:
+        self._rules = rules
+        self._counters = counters
+        self._calls = calls
+        self._seats = Seats(rules.over, facts={name: str(value) for name, value in asdict(rules).items()})
+
+    def settle(self, case: Case) -> bool:
+        """Whether this rank still holds the request's KV, after its tensor-parallel group compared what its ranks hold.
+
+        Without a vote (see `should_exchange`) that is whether it came and lacks no required companion. When the ranks
+        drop it, each clears its request.
+
+        Raises:
+            VerdictInDoubt: this rank voted and cannot learn the verdict; tear the group down.
+            RemoteProtocolError: a peer votes in another way; the same holds.
+            ConfigError: the votes were to go over a channel, and the group is no process group.
+        """
+        if not self._votes(case):
+            return self._kept_alone(case)
+        if self._rules.compares_contents(case.layout.tp_group):
+            kept, causes = self._vote_on_contents(case)
+        else:
+            kept, causes = self._vote_as_published(case)
+        if causes is not None:
+            return self._dropped(case, causes)
+        return self._warned(case) if kept else self._cleared_of_parts(case)
+
+    def settle_handing_on(self, case: Case, causes: Causes) -> bool:
+        """Whether every leader of the group served all its followers; `causes` says whom this one could not.
+
+        Raises:
+            VerdictInDoubt: this rank voted and cannot learn the verdict; tear the group down.
+            RemoteProtocolError: a peer votes in another way; the same holds.
+        """
+        if not self._votes(case):
+            return not causes
+        words = spell_causes(causes)
+        if self._rules.compares_contents(case.layout.tp_group):
+            ballot = failed_ballot(_HANDING_ON, words) if causes else done_ballot(_HANDING_ON)
+            seat = self._seats.of(case.layout.tp_group, deadline=case.deadline)
+            ruling = seat.agree(f"{case.request_id}/{_HANDING_ON}", ballot, deadline=case.deadline)
+            return ruling.kind == "keep" or self._dropped(case, ruling.causes)
+        verdict = self._exchange(case, published_signature(not causes, ()))
+        return (verdict.kept and not causes) or self._dropped(case, causes)
+
+    def close(self) -> None:
+        """Give up this rank's seats; a vote afterwards fails. Idempotent."""
+        self._seats.close()
+
+    def _votes(self, case: Case) -> bool:
+        layout = case.layout
+        return should_exchange(
+            fetches=not layout.is_follower,
+            tp_active=layout.tp_active,
+            has_group=layout.tp_group is not None,
+            tp_size=layout.tp_size,
+            need_recv_cache=self._rules.need_recv_cache,
+            request_id=case.request_id,
+        )
+
+    def _vote_as_published(self, case: Case) -> tuple[bool, Causes | None]:
+        received, fields = self._published_state(case)
+        verdict = self._exchange(case, published_signature(received, fields))
+        return (received, None) if verdict.kept else (False, verdict.causes)
+
+    def _published_state(self, case: Case) -> tuple[bool, list[str]]:
+        try:
+            return case.received and not self._lacks_required(case.req), list(collect_payload(case.req))
+        # edge: just before the vote; a request that cannot be read must not keep this rank from voting.
+        except Exception:
+            logger.exception("request %s could not be read for the vote", case.request_id)
+            return False, []
+
+    def _exchange(self, case: Case, signature: tuple[bool, tuple[str, ...]]) -> PublishedVerdict:
+        layout = case.layout
+        return agree_on_state(
+            layout.tp_group,
+            layout.tp_size,
+            signature,
+            str(case.request_id),
+            calls=self._calls,
+            deadline=case.deadline,
+        )
+
+    def _vote_on_contents(self, case: Case) -> tuple[bool, Causes | None]:
+        ballot = self._ballot(case)
+        seat = self._seats.of(case.layout.tp_group, deadline=case.deadline)
+        ruling = seat.agree(str(case.request_id), ballot, deadline=case.deadline)
+        lacking = Counter(role for _, role, _ in ruling.causes)
+        # An optional role that no rank has is the same state everywhere; one that only some have is not.
+        if ruling.kind != "keep" or any(number < seat.size for number in lacking.values()):
+            return False, ruling.causes
+        return True, None
+
+    def _ballot(self, case: Case) -> Ballot:
+        try:
+            return ballot_of(
+                case.req,
+                received=case.received,
+                request_id=str(case.request_id),
+                required=self._rules.required_roles,
+                failures=case.failures,
+            )
+        # edge: just before the vote; a request that cannot be read must not keep this rank from voting.
+        except Exception as error:
+            logger.exception("request %s could not be read for the vote", case.request_id)
+            return failed_ballot(PRIMARY_ROLE, f"{type(error).__name__}: {error}")
+
+    def _kept_alone(self, case: Case) -> bool:
+        # Nothing is asked of a request that no stage sends KV for.
+        if not (case.received and self._rules.need_recv_cache):
+            return case.received
+        return self._warned(case) if not self._lacks_required(case.req) else self._dropped(case, ())
+
+    def _cleared_of_parts(self, case: Case) -> bool:
+        # All ranks lack the same. With nothing required that state is kept, as published; but no KV may stay that
+        # every rank calls not received.
+        return self._dropped(case, ()) if self._rules.required_roles or primary_kv(case.req) is not None else False
+
+    def _warned(self, case: Case) -> bool:
+        missing = missing_roles(case.req)
+        if missing:
+            self._counters["companions_missing"] += 1
+            causes = spell_causes(self._own_causes(case))
+            logger.warning(
+                "request %s goes on without the companions %s: %s", case.request_id, ", ".join(missing), causes
+            )
+        return True
+
+    def _dropped(self, case: Case, causes: Causes) -> bool:
+        mine = {cause[:2]: cause for cause in self._own_causes(case)}
+        told = {cause[:2]: cause for cause in causes}
+        merged = tuple(cause for _, cause in sorted({**told, **mine}.items()))
+        self._counters["dropped"] += 1
+        self._counters.update(f"rank {rank} lacks {role or 'a vote'}" for rank, role, _ in merged)
+        words = spell_causes(merged) or f"rank 0 saw a difference; rank {_rank(case.layout)} lacks nothing"
+        logger.warning("KV of request %s is dropped on every rank of its group: %s", case.request_id, words)
+        drop_payload(case.req, case.request_id)
+        return False
+
+    def _own_causes(self, case: Case) -> Causes:
+        rank, own = _rank(case.layout), []
+        try:
+            ids, lacking = companion_ids(case.req), missing_roles(case.req, self._rules.required_roles)
+            own = [(role, case.failures.get(ids.get(role, ""), "not received")) for role in lacking]
+        # edge: the request is an engine's object, and these are only words.
+        except Exception as error:  # noqa: BLE001
+            logger.debug("the companions of request %s could not be read: %s", case.request_id, error)
+        if not case.received:
+            own.append((PRIMARY_ROLE, case.failures.get(str(case.request_id), "not received")))
+        return tuple((rank, role, words) for role, words in sorted(own))
+
+    def _lacks_required(self, req: Any) -> bool:
+        return not set(self._rules.required_roles) <= set(branch_roles(req))
+
+
+def _rank(layout: ReceiveLayout) -> int:
+    return int(getattr(layout.tp_group, "rank_in_group", 0))

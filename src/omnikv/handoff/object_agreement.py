@@ -5,40 +5,46 @@ wait for it. A rank whose signature cannot be read counts as one that disagrees:
 is left waiting. A rank that voted and cannot learn the verdict raises: its peers may go either way.
 
 The group is an engine's: `rank_in_group`, `send_object(obj, dst=)`, `recv_object(src=)`, `broadcast_object(obj, src=)`.
-It has no deadline, so a dead peer holds the others as long as the engine's own groups would.
+It has no deadline, so `omnikv.handoff.bounded_calls` gives the exchange one.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
-from omnikv.core.published_vote import Signature, published_verdict
-from omnikv.errors import VerdictInDoubt
+from omnikv.core.published_vote import Signature, published_causes, published_verdict
+from omnikv.handoff.bounded_calls import BoundedCalls
 
 logger = logging.getLogger("omnikv.agree")
 
 
-def agree_on_state(group: Any, size: int, signature: Signature, request_id: str) -> bool:
-    """Whether all `size` ranks of the group report the same state; the same answer on every rank.
+class PublishedVerdict(NamedTuple):
+    """Whether every rank reported the same state, and which rank lacked what: only rank 0 sees that, others get ()."""
+
+    kept: bool
+    causes: tuple[tuple[int, str, str], ...] = ()
+
+
+def agree_on_state(
+    group: Any, size: int, signature: Signature, request_id: str, *, calls: BoundedCalls, deadline: float
+) -> PublishedVerdict:
+    """The verdict on the `size` ranks' states, the same on every rank. `deadline` is on the monotonic clock.
 
     Raises:
-        VerdictInDoubt: the verdict could not be exchanged.
+        VerdictInDoubt: the verdict could not be exchanged by the deadline.
     """
-    try:
+
+    def exchange() -> PublishedVerdict:
         if group.rank_in_group != 0:
             group.send_object(signature, dst=0)
-            return bool(group.broadcast_object(None, src=0))
-        verdict = published_verdict([signature, *(_signature_from(group, rank) for rank in range(1, size))])
-        group.broadcast_object(verdict, src=0)
-    # edge: the group is an engine's and may raise anything; whatever it is, this rank no longer knows the verdict.
-    except Exception as error:
-        raise VerdictInDoubt(
-            f"the ranks voted on request {request_id!r} and the verdict could not be exchanged: {error}; its peers may "
-            "go either way, so tear the group down",
-            request_id=request_id,
-        ) from error
-    return verdict
+            return PublishedVerdict(bool(group.broadcast_object(None, src=0)))
+        signatures = [signature, *(_signature_from(group, rank) for rank in range(1, size))]
+        kept = published_verdict(signatures)
+        group.broadcast_object(kept, src=0)
+        return PublishedVerdict(kept, () if kept else published_causes(signatures))
+
+    return calls.make("the verdict", exchange, deadline=deadline, request_id=request_id)
 
 
 def _signature_from(group: Any, rank: int) -> object:

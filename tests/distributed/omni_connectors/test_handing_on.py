@@ -196,10 +196,16 @@ def test_d07_unsplit_kv_is_shared_in_a_group_of_two_only(request_of, cfg_size, s
     assert payloads[1:] == ([payloads[0]] if shared else [None, None])
 
 
-def test_d07_the_ranks_left_without_kv_are_named(make_receiver, connector, packed, request_of, engine_groups, caplog):
-    engine_groups(world=Group(6, 0), cfg=Group(3, 0))
+def test_d07_the_ranks_that_would_run_without_kv_are_named_and_none_runs_with_it(
+    make_receiver, connector, packed, request_of, engine_groups, caplog
+):
+    cfg, req = Group(3, 0), request_of()
+    engine_groups(world=Group(6, 0), cfg=cfg)
     shelve(connector, packed, "r1")
     receiver = make_receiver(connector=connector, from_tp=2, to_tp=2)
-    assert receiver.receive_multi_kv_cache_distributed(request_of())
-    assert [record.args[0] for record in caplog.records if record.levelname == "ERROR"] == [1, 2]
+    assert receiver.receive_multi_kv_cache_distributed(req) is False
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.args[0] for record in errors[:2]] == [1, 2]
     assert receiver.counters["cfg_ranks_without_kv"] == 2
+    assert cfg.calls == [("send", 1, None), ("send", 2, None)]
+    assert req.past_key_values is None

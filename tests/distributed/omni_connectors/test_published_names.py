@@ -53,7 +53,7 @@ def test_a_method_takes_the_published_parameters(module, method, parameters):
     assert " ".join(found) == parameters
 
 
-def test_the_settings_have_the_published_fields(module):
+def test_the_settings_have_the_published_fields_and_then_our_own(module):
     assert [field.name for field in dataclasses.fields(module.OmniKVCacheConfig)] == [
         "connector_config",
         "from_stage",
@@ -67,6 +67,10 @@ def test_the_settings_have_the_published_fields(module):
         "to_tp",
         "enable_kv_async_prefetch",
         "kv_prefetch_min_free_mem_ratio",
+        "kv_agreement",
+        "kv_agreement_over",
+        "kv_vote_timeout",
+        "kv_required_roles",
     ]
 
 

@@ -68,3 +68,20 @@ def test_guidance_ranks_lead_and_follow(cfg_rank, role):
 def test_without_tensor_parallelism_rank_0_of_the_world_leads(rank, role):
     diffusion_parallel_state.set_groups(world=group(3, rank))
     assert read_layout(TP1).role is role
+
+
+def test_x15_an_engine_that_counts_its_replicas_keeps_each_of_them_apart():
+    diffusion_parallel_state.set_groups(world=group(4, 2), cfg=group(2, 0), sp=group(1, 0), dp=group(2, 1))
+    layout = read_layout(TP1)
+    assert (layout.role, layout.replicas) == (ReceiveRole.LEADER, 2)
+
+
+def test_a_group_whose_getter_fails_in_any_way_counts_as_absent(monkeypatch):
+    def explode():
+        raise KeyError("no such group")
+
+    diffusion_parallel_state.set_groups(world=group(4, 2))
+    monkeypatch.setattr(diffusion_parallel_state, "get_cfg_group", explode)
+    monkeypatch.setattr(vllm_parallel_state, "get_tp_group", explode)
+    layout = read_layout(TP2)
+    assert (layout.cfg_size, layout.tp_group, layout.tp_size) == (1, None, 1)

@@ -11,19 +11,20 @@ from typing import Any
 
 from omnikv.integrations.vllm_omni.group_slots import GroupSlots
 
-_slots = GroupSlots(__name__, ("world", "cfg", "sp"))
+_slots = GroupSlots(__name__, ("world", "cfg", "sp", "dp"))
 
 
-def set_groups(*, world: Any = None, cfg: Any = None, sp: Any = None) -> None:
+def set_groups(*, world: Any = None, cfg: Any = None, sp: Any = None, dp: Any = None) -> None:
     """Nothing; afterwards the getters give these groups, and those left out are not initialised (again).
 
     `world` spans the stage's ranks, `cfg` the ranks that share a request's guidance branches, `sp` those that share
-    its sequence. See `GroupSlots` for what a group must have.
+    its sequence, and `dp` those at the same place of each data-parallel replica. See `GroupSlots` for what a group
+    must have.
 
     Raises:
         ConfigError: a group lacks its size or its own rank.
     """
-    _slots.put({"world": world, "cfg": cfg, "sp": sp})
+    _slots.put({"world": world, "cfg": cfg, "sp": sp, "dp": dp})
 
 
 def get_world_group() -> Any:
@@ -95,4 +96,33 @@ def get_sequence_parallel_rank() -> int:
         LocalProtocolError: not initialised.
     """
     rank: int = get_sp_group().rank_in_group
+    return rank
+
+
+def get_dp_group() -> Any:
+    """The group of ranks at the same place of each data-parallel replica.
+
+    Raises:
+        LocalProtocolError: not initialised.
+    """
+    return _slots.get("dp")
+
+
+def get_data_parallel_world_size() -> int:
+    """How many data-parallel replicas the stage has.
+
+    Raises:
+        LocalProtocolError: not initialised.
+    """
+    size: int = get_dp_group().world_size
+    return size
+
+
+def get_data_parallel_rank() -> int:
+    """Which data-parallel replica this process is part of.
+
+    Raises:
+        LocalProtocolError: not initialised.
+    """
+    rank: int = get_dp_group().rank_in_group
     return rank

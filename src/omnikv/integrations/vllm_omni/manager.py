@@ -3,8 +3,8 @@
 Everything here is a name, an argument list and a few lines that say which component does the work:
 
     settings, connector, ranks    .settings, .connectors, .parallel    where the sender is    .sender_book
-    sending                       handoff.keyed_send                   receiving              handoff.keyed_receive
-    the vote                      handoff.lockstep                     handing on             handoff.distribute
+    sending                       .sending, handoff.keyed_send         receiving              handoff.keyed_receive
+    receiving with a group        handoff.group_receive: .open_request, .lockstep (the vote), .distribute (handing on)
     background fetching           handoff.prefetcher                   request fields         core.roles
 
 `get_local_tp_rank` and `get_tp_world_size` are looked up as globals of this module, where engines' tests patch them.
@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from omnikv.core import roles
+from omnikv.core.published_vote import is_dummy_request_id
 from omnikv.core.receive_role import ReceiveLayout, ReceiveRole
 from omnikv.core.topology import KVTPTopology
-from omnikv.core.published_vote import is_dummy_request_id
 from omnikv.errors import ConfigError, OmniKVError, PayloadLost
-from omnikv.handoff.distribute import hand_on
 from omnikv.handoff.engine_connector import Stages
+from omnikv.handoff.group_receive import GroupReceive
 from omnikv.handoff.keyed_receive import ReceiveRoute, receive_kv
-from omnikv.handoff.keyed_send import SendRoute, announce_failure, extract_kv, send_finished, send_kv
-from omnikv.handoff.lockstep import keep_or_drop, received_until_vote
+from omnikv.handoff.open_request import OpenRequest
 from omnikv.handoff.prefetcher import Prefetcher
 from omnikv.integrations.vllm_omni import settings
 from omnikv.integrations.vllm_omni.companions import Collector, collect_companions
@@ -40,6 +37,7 @@ from omnikv.integrations.vllm_omni.connectors import open_or_log, point_at_sende
 from omnikv.integrations.vllm_omni.kv_utils import get_local_tp_rank, get_tp_world_size
 from omnikv.integrations.vllm_omni.parallel import read_layout
 from omnikv.integrations.vllm_omni.sender_book import SenderBook
+from omnikv.integrations.vllm_omni.sending import SendingStage
 from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
 from omnikv.tensors.pack import KVCacheTransferData
 from omnikv.tensors.place import has_free_memory, move_tensors, record_current_stream
@@ -65,7 +63,7 @@ class KVPrefetchConsumeError(PayloadLost):
     """A payload was taken from the connector and then lost; fetching again cannot help."""
 
 
-class OmniKVTransferManager:
+class OmniKVTransferManager(SendingStage):
     """Sends and receives the KV of one rank of one stage, as engines call it. `counters` say what came of it."""
 
     def __init__(self, config: OmniKVCacheConfig, *, async_prefetch: bool = False) -> None:
@@ -86,6 +84,9 @@ class OmniKVTransferManager:
         # None: not opened yet. False: could not be opened, and is not tried again.
         self._connector: Any = None
         self._closing = threading.Event()
+        self._together = GroupReceive(
+            settings.vote_rules(config), lambda: (config.recv_timeout, config.kv_vote_timeout), self.counters
+        )
         self._async_prefetch = async_prefetch
         self._prefetcher = Prefetcher()
         if config.need_send_cache and config.connector_config:
@@ -135,6 +136,7 @@ class OmniKVTransferManager:
         self._closing.set()
         try:
             self._prefetcher.close()
+            self._together.close()
         finally:
             connector, self._connector = self._connector, False
             if connector:
@@ -143,43 +145,6 @@ class OmniKVTransferManager:
     def shutdown_prefetch(self) -> None:
         """Drop what was prefetched and join the thread; receives in the foreground still work."""
         self._prefetcher.close()
-
-    # Sending
-
-    def handle_finished_requests_kv_transfer(
-        self,
-        finished_reqs: dict[str, dict[str, Any]],
-        kv_caches: list[Any],
-        block_size: int,
-        cache_dtype: str,
-        request_id_resolver: Callable[[str], str] | None = None,
-    ) -> list[str]:
-        """Every id of `finished_reqs`, after sending what could be sent: the engine frees these requests' blocks."""
-        if not finished_reqs or not self.config.need_send_cache:
-            return list(finished_reqs or ())
-
-        def extract(request_id: str, what: Mapping[str, Any]) -> KVCacheTransferData:
-            blocks, num_tokens, more = what.get("block_ids") or [], what.get("seq_len", 0), what.get("custom_metadata")
-            return self._extract_kv_cache(request_id, blocks, num_tokens, kv_caches, block_size, cache_dtype, more)
-
-        return send_finished(
-            self.connector,
-            finished_reqs,
-            extract=extract,
-            transfer=self._transfer_kv_cache,
-            resolve_id=request_id_resolver,
-            fail=lambda request_id, cause: announce_failure(self.connector, request_id, self._send_route(), cause),
-            counters=self.counters,
-        )
-
-    _extract_kv_cache = staticmethod(extract_kv)
-
-    def _transfer_kv_cache(self, kv_data: KVCacheTransferData, transfer_req_id: str) -> None:
-        send_kv(self.connector, replace(kv_data, request_id=transfer_req_id), self._send_route(), closing=self._closing)
-
-    def _send_route(self) -> SendRoute:
-        stages = Stages(*settings.require_edge("omni_from_stage and omni_to_stage", self.send_stages))
-        return SendRoute(stages=stages, topo=self._tp_topo, key_hook=self.kv_send_key_builder)
 
     # Where the sender is
 
@@ -219,24 +184,37 @@ class OmniKVTransferManager:
             KVPrefetchConsumeError: it came and was lost afterwards.
         """
         try:
-            return self._receive(request_id, target_device, sender_info)
+            return self._receive(request_id, target_device, sender_info, self._together.find(request_id))
         except PayloadLost as error:
             self.counters["receive_failed"] += 1
             raise KVPrefetchConsumeError(str(error), request_id=request_id) from error
         except OmniKVError as error:
             self.counters["receive_failed"] += 1
+            self._together.request(request_id).failures[request_id] = str(error)
             logger.error("KV of request %s was not received: %s", request_id, error)
             return None, 0
 
-    def _receive(self, request_id: str, device: torch.device | None, sender_info: Any) -> _Received:
+    def _receive(
+        self, request_id: str, device: torch.device | None, sender_info: Any, request: OpenRequest | None = None
+    ) -> _Received:
         if not self.config.need_recv_cache or is_dummy_request_id(request_id):
             return None, 0
-        deadline = time.monotonic() + self.config.recv_timeout
+        deadline = self._together.request(request_id if request is not None else None).deadlines.fetch
         route = self._receive_route(sender_info)
         connector = self.connector
         if connector is None:
             raise ConfigError(f"this stage has no connector to receive request {request_id!r} through")
-        received = receive_kv(connector, request_id, route, deadline=deadline, device=device, closing=self._closing)
+        received = receive_kv(
+            connector,
+            request_id,
+            route,
+            deadline=deadline,
+            device=device,
+            closing=self._closing,
+            hold=request is not None,
+        )
+        if request is not None:
+            request.held.append(received)
         self.counters["received"] += 1
         return received.data, received.nbytes
 
@@ -275,10 +253,14 @@ class OmniKVTransferManager:
         cfg_kv_collect_func: Collector | None = None,
         target_device: torch.device | None = None,
     ) -> bool:
-        """Whether the primary KV came; guidance companions are collected by the model's function and set as well."""
-        received = self.receive_kv_cache(req, target_device)
-        collect_companions(req, cfg_kv_collect_func, self, target_device, self.counters)
-        return received
+        """Whether the primary KV came; guidance companions are collected by the model's function and set as well.
+
+        All of them share one deadline.
+        """
+        with self._together.opened(req, self._resolve_request_id) as request:
+            received = self.receive_kv_cache(req, target_device)
+            collect_companions(req, cfg_kv_collect_func, self, target_device, request=request, counters=self.counters)
+            return received
 
     def receive_multi_kv_cache_distributed(
         self,
@@ -305,31 +287,34 @@ class OmniKVTransferManager:
         return self.receive_multi_kv_cache(req, None, device)
 
     def _agree_and_hand_on(self, req: Any, device: torch.device | None, receive: Callable[[], bool]) -> bool:
-        received = False
-        if not self.topo_config.is_follower:
-            received = received_until_vote(receive, self._resolve_request_id(req), self.counters)
-        received = self._tp_local_receive_consensus(req, received)
-        payload = self.distribute_kv_cache(req, device, received=received)
-        if payload is not None:
-            self._apply_request_kv_payload(req, payload, device)
-        return received or payload is not None
+        layout = self.topo_config
+        with self._together.opened(req, self._resolve_request_id, votes=True) as request:
+            received = False if layout.is_follower else self._together.receive(receive, request)
+            received = self._tp_local_receive_consensus(req, received)
+            if layout.is_leader:
+                received = self._together.settle(req, layout, self._resolve_request_id, received=received)
+            payload = self.distribute_kv_cache(req, device, received=received)
+            if payload is not None:
+                self._apply_request_kv_payload(req, payload, device)
+            return self._together.conclude(req, layout, request, received=received, handed_on=payload is not None)
 
     def _tp_local_receive_consensus(self, req: Any, received: bool) -> bool:
-        return keep_or_drop(
-            req,
-            self.topo_config,
-            received=received,
-            request_id=self._resolve_request_id(req),
-            need_recv_cache=self.config.need_recv_cache,
-            counters=self.counters,
-        )
+        layout = self.topo_config
+        if not layout.is_local:
+            return received
+        return self._together.settle(req, layout, self._resolve_request_id, received=received)
 
     def distribute_kv_cache(
         self, req: Any, target_device: torch.device | None = None, *, received: bool = False
     ) -> roles.Payload | None:
-        """What this rank must set on its request after leaders handed KV on, or None. Every rank must call this."""
-        request_id = self._resolve_request_id(req)
-        return hand_on(req, self.topo_config, received=received, request_id=request_id, counters=self.counters)
+        """What this rank must set on its request after leaders handed KV on, or None. Every rank must call this.
+
+        Raises:
+            VerdictInDoubt: some ranks have the KV and others do not, or the groups do not answer; tear them down.
+        """
+        return self._together.hand_on(
+            req, self.topo_config, self._resolve_request_id, received=received, device=target_device
+        )
 
     # Prefetching
 

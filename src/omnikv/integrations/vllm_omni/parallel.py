@@ -18,8 +18,6 @@ from omnikv.integrations.vllm_omni import diffusion_parallel_state, vllm_paralle
 
 logger = logging.getLogger("omnikv.vllm_omni")
 
-# What engines, and our stand-ins, raise for a group that was not set up; it may well not exist in this stage.
-_NOT_SET_UP = (AssertionError, AttributeError, ImportError, RuntimeError, ValueError)
 _Found = TypeVar("_Found")
 
 
@@ -30,8 +28,11 @@ def read_layout(topology: KVTPTopology) -> ReceiveLayout:
     """
     diffusion = _state("vllm_omni.diffusion.distributed.parallel_state", diffusion_parallel_state)
     vllm = _state("vllm.distributed.parallel_state", vllm_parallel_state)
-    world = _or_none(lambda: diffusion.get_world_group())
-    world_size, world_rank = (int(world.world_size), int(world.rank_in_group)) if world is not None else (1, 0)
+    world_size, world_rank, world = _group(
+        lambda: diffusion.get_world_group().world_size,
+        lambda: diffusion.get_world_group().rank_in_group,
+        lambda: diffusion.get_world_group(),
+    )
     cfg_size, cfg_rank, cfg_group = _group(
         diffusion.get_classifier_free_guidance_world_size,
         diffusion.get_classifier_free_guidance_rank,
@@ -40,7 +41,9 @@ def read_layout(topology: KVTPTopology) -> ReceiveLayout:
     sp_size, sp_rank, sp_group = _group(
         diffusion.get_sequence_parallel_world_size, diffusion.get_sequence_parallel_rank, diffusion.get_sp_group
     )
-    tp_group = _or_none(lambda: vllm.get_tp_group())
+    tp_size, _, tp_group = _group(lambda: vllm.get_tp_group().world_size, lambda: 0, lambda: vllm.get_tp_group())
+    # Older engines have no such getter, and a program without an engine need not say.
+    replicas = _or_none(lambda: int(diffusion.get_data_parallel_world_size()))
     if world_size <= 1:
         cfg_size, cfg_rank, cfg_group, sp_size, sp_rank, sp_group = 1, 0, None, 1, 0, None
     tp_active = is_rank_aware(topology) and (world is None or world_size > 1)
@@ -52,6 +55,7 @@ def read_layout(topology: KVTPTopology) -> ReceiveLayout:
         sp_rank=sp_rank,
         world_size=world_size,
         world_rank=world_rank,
+        replicas=replicas,
     )
     return ReceiveLayout(
         role=role,
@@ -64,7 +68,8 @@ def read_layout(topology: KVTPTopology) -> ReceiveLayout:
         sp_group=sp_group,
         world=world,
         tp_group=tp_group,
-        tp_size=int(tp_group.world_size) if tp_group is not None else 1,
+        tp_size=tp_size,
+        replicas=replicas,
     )
 
 
@@ -73,13 +78,14 @@ def _state(name: str, stand_in: Any) -> Any:
 
 
 def _group(size: Callable[[], int], rank: Callable[[], int], group: Callable[[], Any]) -> tuple[int, int, Any]:
-    found = _or_none(lambda: (size(), rank(), group()))
+    found = _or_none(lambda: (int(size()), int(rank()), group()))
     return found if found is not None else (1, 0, None)
 
 
 def _or_none(read: Callable[[], _Found]) -> _Found | None:
     try:
         return read()
-    except _NOT_SET_UP as error:
+    # edge: the state is an engine's; a group that was not set up raises, and may well not exist in this stage.
+    except Exception as error:  # noqa: BLE001
         logger.debug("a parallel group is not set up: %s", error)
         return None

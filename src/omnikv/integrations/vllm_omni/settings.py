@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError
+from omnikv.handoff.engine_seat import VotesOver
+from omnikv.handoff.lockstep import Dialect, VoteRules
 
 
 @dataclass
 class OmniKVCacheConfig:
-    """The published settings of one rank's KV transfer. `recv_timeout` is in seconds, for one request."""
+    """The published settings of one rank's KV transfer. `recv_timeout` is in seconds, for one request.
+
+    The last four are omnikv's own, and equal on every rank of a stage: how its ranks agree on a request
+    (`kv_agreement`: "auto", "published" or "contents"), what carries that (`kv_agreement_over`: "auto", "objects" or
+    "channel"), how long a vote may take after the receive, in seconds, and which companions no request may lack.
+    """
 
     connector_config: dict[str, Any] | None = None
     from_stage: str | None = None
@@ -26,6 +33,10 @@ class OmniKVCacheConfig:
     to_tp: int = 1
     enable_kv_async_prefetch: bool = False
     kv_prefetch_min_free_mem_ratio: float = 0.0
+    kv_agreement: str = "auto"
+    kv_agreement_over: str = "auto"
+    kv_vote_timeout: float = 30.0
+    kv_required_roles: list[str] | tuple[str, ...] = ()
 
 
 def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfig:
@@ -52,9 +63,36 @@ def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfi
             to_tp=int(ranks.get("to_tp", 1)),
             enable_kv_async_prefetch=async_prefetch,
             kv_prefetch_min_free_mem_ratio=float(raw.get("kv_prefetch_min_free_mem_ratio", 0.0)),
+            kv_agreement=raw.get("kv_agreement", "auto"),
+            kv_agreement_over=raw.get("kv_agreement_over", "auto"),
+            kv_vote_timeout=float(raw.get("kv_vote_timeout", 30.0)),
+            kv_required_roles=raw.get("kv_required_roles") or (),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
+
+
+def vote_rules(config: OmniKVCacheConfig) -> VoteRules:
+    """How the ranks of this stage agree.
+
+    Raises:
+        ConfigError: a setting names no such way, or required roles are no list of names.
+    """
+    for name, value, known in (
+        ("kv_agreement", config.kv_agreement, get_args(Dialect)),
+        ("kv_agreement_over", config.kv_agreement_over, get_args(VotesOver)),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    required: Any = config.kv_required_roles
+    if isinstance(required, str) or not all(isinstance(role, str) and role for role in required):
+        raise ConfigError(f"kv_required_roles must be a list of role names, got {required!r}")
+    return VoteRules(
+        need_recv_cache=bool(config.need_recv_cache),
+        dialect=cast(Dialect, config.kv_agreement),
+        over=cast(VotesOver, config.kv_agreement_over),
+        required_roles=tuple(sorted(set(required))),
+    )
 
 
 def wants_async_prefetch(raw: Any, *, has_companion: bool) -> bool:

@@ -1,0 +1,75 @@
+"""Calls on an engine's group that have no deadline of their own, made so that the caller has one.
+
+An engine's `recv_object` or `broadcast_object` waits for its peers for ever. The calls of one exchange therefore run,
+in the caller's order, on a thread of their own, and the caller waits for that thread no longer than its deadline. A
+thread that is given up is still inside the group, so nobody may use the group again: every later exchange fails at
+once. That is what `VerdictInDoubt` says: tear the group down.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from omnikv.errors import OmniKVError, VerdictInDoubt
+
+_Answer = TypeVar("_Answer")
+
+
+class BoundedCalls:
+    """Makes the group calls of one rank, one exchange at a time; knows whether its groups can still be used."""
+
+    def __init__(self) -> None:
+        self._broken: str | None = None
+
+    def make(self, what: str, calls: Callable[[], _Answer], *, deadline: float, request_id: str | None) -> _Answer:
+        """What `calls` returns. `what` names the exchange in errors; `deadline` is on the monotonic clock, in seconds.
+
+        Calls that end just when the deadline passes count.
+
+        Raises:
+            VerdictInDoubt: the group failed, did not answer by the deadline, or had failed before. The peers may go
+                either way.
+            OmniKVError: `calls` raised it.
+        """
+        if self._broken is not None:
+            raise _doubt(what, f"the group failed before ({self._broken})", request_id)
+        answers: list[_Answer] = []
+        failures: list[BaseException] = []
+        # Which device is current is a thread's own, and an engine's group may look at it.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                answers.append(calls())
+            # edge: top of a background thread; the waiting caller below raises what came of it.
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        # A daemon, so that calls that never return cannot keep the interpreter from ending.
+        thread = threading.Thread(target=run, name="omnikv-group-calls", daemon=True)
+        thread.start()
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        if answers:
+            return answers[0]
+        if not failures:
+            self._broken = f"its peers did not answer by the deadline of {what}"
+            raise _doubt(what, "the deadline passed", request_id)
+        if isinstance(failures[0], OmniKVError) and not isinstance(failures[0], VerdictInDoubt):
+            raise failures[0]
+        self._broken = f"{what}: {failures[0]}"
+        raise _doubt(what, f"{type(failures[0]).__name__}: {failures[0]}", request_id) from failures[0]
+
+
+def _doubt(what: str, why: str, request_id: str | None) -> VerdictInDoubt:
+    return VerdictInDoubt(
+        f"the ranks voted on request {request_id!r} and {what} did not come through: {why}; its peers may go either "
+        "way, so tear the group down",
+        request_id=request_id,
+    )

@@ -1,0 +1,94 @@
+"""What a rank votes about an engine's request: each role that it holds or lacks, with the facts that must agree.
+
+A request is an engine's object, so its KV is whatever carries `key_cache` and `value_cache`, as attributes or as keys.
+Ranks of one stage hold different heads of it; tokens, layers, head size and dtype must be the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omnikv.core.keys import PRIMARY_ROLE
+from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.roles import branch_kv, branch_roles, companion_ids, primary_kv
+
+_MAX_CAUSE_CHARS = 500
+_MAX_ROLE_CHARS = 200
+
+
+def ballot_of(
+    req: Any, *, received: bool, request_id: str, required: Iterable[str], failures: Mapping[str, str]
+) -> Ballot:
+    """This rank's vote on its request, final: an engine's request is fetched once.
+
+    The primary is required, and each of the roles `required`; other companions are optional. `failures` says why
+    something did not come, by the id that it travels under.
+    """
+    companions = companion_ids(req)
+    must = {PRIMARY_ROLE, *required}
+    kv_by_role: dict[str, object] = {
+        role: branch_kv(req, role) for role in (*companions, *required, *branch_roles(req))
+    }
+    kv_by_role[PRIMARY_ROLE] = primary_kv(req) if received else None
+    ids = {**companions, PRIMARY_ROLE: request_id}
+    attempts = {PRIMARY_ROLE: _attempt(getattr(req, "kv_metadata", None))}
+    entries = [
+        _entry(
+            role,
+            kv,
+            required=role in must,
+            cause=failures.get(ids.get(role, ""), ""),
+            more=attempts.get(role, ()),
+        )
+        for role, kv in kv_by_role.items()
+    ]
+    return Ballot(0, False, tuple(sorted(entries, key=lambda entry: entry.role)))
+
+
+def failed_ballot(role: str, cause: str) -> Ballot:
+    """The vote of a rank that cannot say more than that something went wrong."""
+    return Ballot(0, False, (RoleBallot(role, "failed", True, cause=cause[:_MAX_CAUSE_CHARS]),))
+
+
+def done_ballot(role: str) -> Ballot:
+    """The vote of a rank that did its part."""
+    return Ballot(0, False, (RoleBallot(role, "have", True),))
+
+
+def kv_facts(kv: object) -> tuple[tuple[str, str], ...]:
+    """What must be equal on every rank that holds a part of this KV, as (name, text) pairs sorted by name."""
+    keys, values = (list(_part(kv, name) or ()) for name in ("key_cache", "value_cache"))
+    tensors = [*keys, *values]
+    present = [tensor for tensor in tensors if hasattr(tensor, "shape") and hasattr(tensor, "dtype")]
+    if not present:
+        return (("form", type(kv).__name__),)
+    return (
+        ("dtype", _spell(str(tensor.dtype).removeprefix("torch.") for tensor in present)),
+        ("head_dim", _spell("x".join(map(str, tensor.shape[2:])) for tensor in present)),
+        ("layers", str(len(keys)) if len(keys) == len(values) else f"{len(keys)} of keys, {len(values)} of values"),
+        ("tokens", _spell(str(tensor.shape[0]) if tensor.shape else "0" for tensor in present)),
+    )
+
+
+def _attempt(metadata: object) -> tuple[tuple[str, str], ...]:
+    # A sender that numbers its attempts says so in the metadata; parts of two attempts must not be used together.
+    attempt = metadata.get("attempt") if isinstance(metadata, Mapping) else None
+    return (("attempt", str(attempt)),) if attempt is not None else ()
+
+
+def _entry(role: str, kv: object, *, required: bool, cause: str, more: tuple[tuple[str, str], ...]) -> RoleBallot:
+    name = role[:_MAX_ROLE_CHARS] or "unnamed"
+    if kv is not None:
+        return RoleBallot(name, "have", required, facts=tuple(sorted((*kv_facts(kv), *more))))
+    return RoleBallot(name, "missing", required, cause=(cause or "not received")[:_MAX_CAUSE_CHARS])
+
+
+def _part(kv: object, name: str) -> Any:
+    return kv.get(name) if isinstance(kv, Mapping) else getattr(kv, name, None)
+
+
+def _spell(values: Iterable[str]) -> str:
+    # Alike in every layer as a rule; otherwise the layers are told apart.
+    found = list(values)
+    return found[0] if len(set(found)) == 1 else ",".join(found)

@@ -1,0 +1,131 @@
+"""One rank's way through a distributed receive: open the request, receive, settle, hand on, conclude.
+
+This ties together what each knows one part: `open_request` the deadlines and what is held, `lockstep` the votes,
+`distribute` the way from leaders to followers. Every rank of a stage makes the same steps for the same requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from omnikv.core.receive_role import ReceiveLayout
+from omnikv.core.roles import Payload
+from omnikv.handoff.bounded_calls import BoundedCalls
+from omnikv.handoff.distribute import Causes, HandingOn
+from omnikv.handoff.lockstep import Case, Lockstep, VoteRules, drop_payload, received_until_vote, request_id_of
+from omnikv.handoff.open_request import Deadlines, OpenRequest, OpenRequests, ids_of
+from omnikv.tensors.place import move_tensors
+
+ResolveId = Callable[[Any], str | None]
+
+
+class GroupReceive:
+    """The receives of one rank together with its groups; close it to give up its seats in their votes.
+
+    `timeouts_s` says how long a receive may take and how long its vote, in seconds.
+    """
+
+    def __init__(self, rules: VoteRules, timeouts_s: Callable[[], tuple[float, float]], counters: Counter[str]) -> None:
+        self._timeouts_s = timeouts_s
+        self._counters = counters
+        self._calls = BoundedCalls()
+        self._lockstep = Lockstep(rules, counters, self._calls)
+        self._open = OpenRequests()
+
+    def find(self, request_id: str) -> OpenRequest | None:
+        """The open request that this id belongs to, as its own or as a companion's."""
+        return self._open.find(request_id)
+
+    def request(self, request_id: str | None) -> OpenRequest:
+        """The open request that this id belongs to, or one that begins and ends here."""
+        return self._open.find(request_id or "") or OpenRequest(self._deadlines(), request_id)
+
+    @contextmanager
+    def opened(self, req: Any, resolve: ResolveId, *, votes: bool = False) -> Iterator[OpenRequest]:
+        """The request, open while the block runs; one that is open already is entered as it is.
+
+        Where a vote decides (`votes`) what came is held until `conclude`; otherwise it is acknowledged at the end.
+        """
+        request_id = request_id_of(req, resolve)
+        is_within = self._open.find(request_id or "") is not None
+        with self._open.opened(ids_of(req, request_id), OpenRequest(self._deadlines(), request_id)) as request:
+            yield request
+            if not (votes or is_within):
+                request.acknowledge()
+
+    def receive(self, receive: Callable[[], bool], request: OpenRequest) -> bool:
+        """What `receive` says, or False with the cause noted in `request`: nothing but a request to stop gets out."""
+        return received_until_vote(receive, request, self._counters)
+
+    def settle(self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool) -> bool:
+        """Whether this rank still holds the request's KV after its tensor-parallel group voted, if it votes.
+
+        Raises:
+            VerdictInDoubt: this rank voted and cannot learn the verdict; tear the group down.
+            RemoteProtocolError: a peer votes in another way; the same holds.
+            ConfigError: votes were to go over a channel, and the group is no process group.
+        """
+        return self._lockstep.settle(self._case(req, layout, resolve, received=received))
+
+    def hand_on(
+        self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool, device: torch.device | None
+    ) -> Payload | None:
+        """What this rank must set on its request, on `device`, after leaders handed their KV on; None for nothing.
+
+        Raises:
+            VerdictInDoubt: some ranks have the KV and others do not, or the groups do not answer; tear them down.
+        """
+        case = self._case(req, layout, resolve, received=received, hands_on=True)
+
+        def settle(causes: Causes) -> bool:
+            return self._lockstep.settle_handing_on(case, causes)
+
+        return HandingOn(
+            layout=layout,
+            request_id=case.request_id,
+            prepare=lambda payload: move_tensors(payload, device),
+            settle=settle,
+            calls=self._calls,
+            deadline=case.deadline,
+            counters=self._counters,
+        ).run(req, received=received)
+
+    def conclude(
+        self, req: Any, layout: ReceiveLayout, request: OpenRequest, *, received: bool, handed_on: bool
+    ) -> bool:
+        """Whether this rank uses the request's KV; what came for it is acknowledged then, and given back otherwise."""
+        if not handed_on and (layout.is_leader or request.is_broken):
+            # A leader that handed nothing on must not use what its followers lack.
+            drop_payload(req, request.request_id)
+            received = False
+        if received or handed_on:
+            request.acknowledge()
+        return received or handed_on
+
+    def close(self) -> None:
+        """Give up this rank's seats; a vote afterwards fails. Idempotent."""
+        self._lockstep.close()
+
+    def _deadlines(self) -> Deadlines:
+        recv_timeout_s, vote_timeout_s = self._timeouts_s()
+        return Deadlines.starting(time.monotonic(), recv_timeout_s=recv_timeout_s, vote_timeout_s=vote_timeout_s)
+
+    def _case(
+        self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool, hands_on: bool = False
+    ) -> Case:
+        request_id = request_id_of(req, resolve)
+        request = self.request(request_id)
+        return Case(
+            req=req,
+            layout=layout,
+            request_id=request_id,
+            received=received,
+            deadline=request.deadlines.hand_on if hands_on else request.deadlines.vote,
+            failures=request.failures,
+        )

@@ -1,0 +1,331 @@
+"""Every role mix of an engine, between threads: all ranks of a request go the same way, and no other is touched."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+import pytest
+import torch
+from tests.support.engine_groups import thread_world
+
+from omnikv.errors import ConfigError, VerdictInDoubt
+
+
+def receive_together(receivers, requests, collector=None):
+    """What each rank's receive says, or the error that it raises."""
+    outcomes = {}
+
+    def run(rank):
+        try:
+            outcomes[rank] = receivers[rank].receive_multi_kv_cache_distributed(requests[rank], collector)
+        except Exception as error:  # noqa: BLE001
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(receivers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [outcomes[rank] for rank in range(len(receivers))]
+
+
+@pytest.fixture
+def world(make_receiver, connector):
+    """The receivers of a world of these sizes, one connector between all of them."""
+
+    def make(*, connectors=None, more=None, **sizes):
+        receivers = []
+        tp = sizes.get("tp", 1)
+        for rank, layout in enumerate(thread_world(**sizes)):
+            mine = {"rank": layout.tp_group.rank_in_group, "connector": connectors[rank] if connectors else connector}
+            receiver = make_receiver(**{**mine, "from_tp": tp, "to_tp": tp, **(more or {})})
+            receiver._topo_config = layout
+            receivers.append(receiver)
+        return receivers
+
+    return make
+
+
+def shelve(connector, packed, tp_ranks, *request_ids, **more):
+    for request_id in request_ids:
+        for rank in tp_ranks:
+            connector.kept["0", "1", f"{request_id}_0_0_{rank}_{rank}"] = packed([rank], request_id=request_id, **more)
+
+
+def collect(request_id, companion_ids, manager, device):
+    found = {}
+    for role, companion_id in companion_ids.items():
+        data, _ = manager.receive_kv_cache_for_request(companion_id, device)
+        if data:
+            found[f"{role}_past_key_values"] = data["layer_blocks"]
+    return found
+
+
+def calls(receivers, group):
+    return [getattr(receiver.topo_config, group).calls for receiver in receivers]
+
+
+# Tensor-parallel leaders with followers of their own
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "cfg": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "cfg": 2, "sp": 2}])
+def test_what_came_to_every_leader_reaches_every_rank(world, connector, packed, request_of, heads_of, sizes):
+    receivers = world(**sizes)
+    requests = [request_of(cfg_kv_request_ids={"cfg_text": "c1"}) for _ in receivers]
+    shelve(connector, packed, [0, 1], "r1", "c1")
+    assert receive_together(receivers, requests, collect) == [True] * len(receivers)
+    ranks = [receiver.topo_config.tp_group.rank_in_group for receiver in receivers]
+    assert [heads_of(req.past_key_values) for req in requests] == [[rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "cfg": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "cfg": 2, "sp": 2}])
+@pytest.mark.parametrize("missed", [0, 1])
+def test_x14_a_leader_that_missed_leaves_all_leaders_and_followers_without(
+    world, connector, packed, request_of, sizes, missed
+):
+    receivers = world(**sizes)
+    requests = [request_of() for _ in receivers]
+    shelve(connector, packed, [1 - missed], "r1")
+    assert receive_together(receivers, requests) == [False] * len(receivers)
+    assert [getattr(req, "past_key_values", None) for req in requests] == [None] * len(receivers)
+
+
+def test_x14_the_next_request_on_the_same_ranks_works(world, connector, packed, request_of):
+    receivers = world(tp=2, cfg=2)
+    shelve(connector, packed, [0], "r1")
+    assert receive_together(receivers, [request_of() for _ in receivers]) == [False] * 4
+    shelve(connector, packed, [0, 1], "r2")
+    assert receive_together(receivers, [request_of("r2") for _ in receivers]) == [True] * 4
+
+
+def test_x14_a_follower_whose_device_is_full_fails_the_request_for_all(
+    world, connector, packed, request_of, monkeypatch
+):
+    import omnikv.handoff.group_receive as module
+
+    def move(payload, device):
+        if threading.current_thread().name == "full":
+            raise RuntimeError("out of memory")
+        return payload
+
+    monkeypatch.setattr(module, "move_tensors", move)
+    receivers, outcomes = world(tp=2, cfg=2), {}
+    requests = [request_of() for _ in receivers]
+    shelve(connector, packed, [0, 1], "r1")
+
+    def run(rank):
+        outcomes[rank] = receivers[rank].receive_multi_kv_cache_distributed(requests[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,), name="full" if rank == 3 else "ok") for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {0: False, 1: False, 2: False, 3: False}
+    assert [getattr(req, "past_key_values", None) for req in requests] == [None] * 4
+    assert [receiver.counters["dropped"] for receiver in receivers] == [1, 1, 0, 0]
+
+
+def test_followers_never_vote_in_their_own_tensor_group(world, connector, packed, request_of):
+    receivers = world(tp=2, cfg=2)
+    shelve(connector, packed, [0, 1], "r1")
+    receive_together(receivers, [request_of() for _ in receivers])
+    assert [bool(made) for made in calls(receivers, "tp_group")] == [True, True, False, False]
+
+
+def test_d07_a_shared_prefix_in_a_guidance_group_of_three_serves_no_rank_of_it(
+    world, connector, packed, request_of, caplog
+):
+    receivers = world(tp=2, cfg=3)
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of() for _ in receivers]
+    assert receive_together(receivers, requests) == [False] * 6
+    assert "has no KV for guidance ranks [1, 2]" in caplog.text
+    assert [getattr(req, "past_key_values", None) for req in requests] == [None] * 6
+
+
+# Replicas
+
+
+def test_d03_a_replica_that_warms_up_is_not_part_of_another_replicas_vote(world, connector, packed, request_of):
+    receivers = world(tp=2, dp=2)
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of(), request_of(), request_of("dummy_req_id"), request_of("dummy_req_id")]
+    assert receive_together(receivers, requests) == [True, True, False, False]
+    assert calls(receivers, "world") == [[]] * 4
+    assert [bool(made) for made in calls(receivers, "tp_group")] == [True, True, False, False]
+
+
+def test_d03_a_replica_finishes_while_the_other_does_nothing_at_all(world, connector, packed, request_of):
+    receivers = world(tp=2, cfg=2, dp=2)
+    shelve(connector, packed, [0, 1], "r1")
+    assert receive_together(receivers[:4], [request_of() for _ in range(4)]) == [True] * 4
+
+
+@pytest.mark.parametrize("sizes", [{"cfg": 2}, {"sp": 2}, {"cfg": 2, "sp": 2}])
+def test_x15_without_tensor_parallelism_a_replica_hands_on_within_itself(
+    world, connector, packed, request_of, heads_of, sizes
+):
+    receivers = world(**sizes, dp=2)
+    size = len(receivers) // 2
+    connector.kept["0", "1", "omni_0_to_1_kv_cache_r1"] = packed([7])
+    connector.kept["0", "1", "omni_0_to_1_kv_cache_r2"] = packed([8], request_id="r2")
+    requests = [request_of("r1" if rank < size else "r2") for rank in range(2 * size)]
+    assert receive_together(receivers, requests) == [True] * (2 * size)
+    assert [heads_of(req.past_key_values) for req in requests] == [[7.0]] * size + [[8.0]] * size
+    assert calls(receivers, "world") == [[]] * (2 * size)
+
+
+def test_x15_a_world_that_is_one_replica_is_served_as_published(world, connector, packed, request_of):
+    receivers = world(cfg=2, sp=2)
+    connector.kept["0", "1", "omni_0_to_1_kv_cache_r1"] = packed([7])
+    assert receive_together(receivers, [request_of() for _ in receivers]) == [True] * 4
+    assert calls(receivers, "world") == [[("broadcast", 0)]] * 4
+
+
+def test_x15_replicas_of_one_rank_each_fetch_for_themselves(world, connector, packed, request_of):
+    receivers = world(dp=2)
+    connector.kept["0", "1", "omni_0_to_1_kv_cache_r1"] = packed([7])
+    assert receive_together(receivers, [request_of(), request_of("r2")]) == [True, False]
+    assert calls(receivers, "world") == [[], []]
+
+
+# Contents
+
+
+def test_x12_ranks_that_received_different_numbers_of_tokens_drop_both(world, connector, packed, request_of, caplog):
+    receivers = world(tp=2, more={"kv_agreement": "contents"})
+    shelve(connector, packed, [0], "r1", tokens=3)
+    shelve(connector, packed, [1], "r1", tokens=99)
+    requests = [request_of(), request_of()]
+    assert receive_together(receivers, requests) == [False, False]
+    assert "rank 1 lacks primary: differs: tokens 99 here, 3 on rank 0" in caplog.text
+    assert [req.past_key_values for req in requests] == [None, None]
+
+
+def test_x12_leaders_compare_contents_too(world, connector, packed, request_of):
+    receivers = world(tp=2, cfg=2, more={"kv_agreement": "contents"})
+    shelve(connector, packed, [0], "r1", tokens=3)
+    shelve(connector, packed, [1], "r1", tokens=99)
+    assert receive_together(receivers, [request_of() for _ in receivers]) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    "setting", [{"kv_agreement": "perhaps"}, {"kv_agreement_over": "pigeon"}, {"kv_required_roles": "cfg_text"}]
+)
+def test_a_way_to_agree_that_does_not_exist_is_refused_at_once(make_receiver, setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        make_receiver(**setting)
+
+
+# Companions
+
+
+def test_d02_a_required_companion_that_came_nowhere_fails_the_request(world, connector, packed, request_of):
+    receivers = world(tp=2, more={"kv_required_roles": ["cfg_text"]})
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of(cfg_kv_request_ids={"cfg_text": "c1"}) for _ in receivers]
+    assert receive_together(receivers, requests, collect) == [False, False]
+    assert [req.sampling_params.cfg_kv_request_ids for req in requests] == [{"cfg_text": "c1"}] * 2
+    assert receivers[0].counters["rank 0 lacks cfg_text"] == 1
+
+
+def test_d06_a_companion_that_came_nowhere_is_said_aloud_where_it_is_not_required(
+    world, connector, packed, request_of, caplog
+):
+    receivers = world(tp=2)
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of(cfg_kv_request_ids={"cfg_text": "c1", "cfg_img": "c2"}) for _ in receivers]
+    assert receive_together(receivers, requests, collect) == [True, True]
+    assert "goes on without the companions cfg_img, cfg_text" in caplog.text
+    assert [receiver.counters["companions_missing"] for receiver in receivers] == [1, 1]
+
+
+def test_one_deadline_a_request_for_the_primary_and_its_companions(make_receiver, connector, request_of, monkeypatch):
+    import omnikv.integrations.vllm_omni.manager as module
+    from omnikv.errors import ReceiveTimeout
+
+    deadlines = {}
+
+    def late(connector, request_id, route, *, deadline, **_):
+        deadlines[request_id] = deadline
+        raise ReceiveTimeout("late")
+
+    monkeypatch.setattr(module, "receive_kv", late)
+    receiver = make_receiver(connector=connector, recv_timeout=30.0)
+    req = request_of(cfg_kv_request_ids={"cfg_text": "c1", "cfg_img": "c2"})
+    assert not receiver.receive_multi_kv_cache_distributed(req, collect)
+    assert set(deadlines) == {"r1", "c1", "c2"}
+    assert len(set(deadlines.values())) == 1
+    assert not receiver.receive_multi_kv_cache(req, collect)
+    assert len(set(deadlines.values())) == 1
+
+
+def test_a_collector_that_raises_fails_the_request_with_its_cause(world, connector, packed, request_of, caplog):
+    receivers = world(tp=2)
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of(cfg_kv_request_ids={"cfg_text": "c1"}) for _ in receivers]
+
+    def explode(request_id, ids, manager, device):
+        if manager is receivers[1]:
+            raise KeyError("no such branch")
+
+    assert receive_together(receivers, requests, explode) == [False, False]
+    assert "rank 1 lacks primary: the collector of its companions failed: KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["kv_recv_key_builder", "kv_payload_merger", "kv_payload_slicer"])
+def test_a_hook_that_raises_is_a_failed_vote(world, connector, packed, request_of, hook):
+    receivers = world(tp=2)
+    shelve(connector, packed, [0, 1], "r1")
+
+    def explode(*_, **__):
+        raise LookupError("trouble")
+
+    setattr(receivers[1], hook, explode)
+    if hook == "kv_payload_merger":
+        receivers[1].kv_recv_key_builder = lambda *_, **__: [("r1_0_0_1_1", 0), ("r1_0_0_0_0", 1)]
+    assert receive_together(receivers, [request_of(), request_of()])[1] is False
+
+
+# After the verdict, and when there is none
+
+
+def sent(make_sender, namespace, rank, request_id="r1"):
+    sender = make_sender(connector_config={"type": "memory", "namespace": namespace}, rank=rank, from_tp=2, to_tp=2)
+    cache = torch.arange(2 * 4 * 4 * 2 * 8, dtype=torch.float32).view(2, 4, 4, 2, 8)
+    finished = {request_id: {"block_ids": [2, 0], "seq_len": 6}}
+    assert sender.handle_finished_requests_kv_transfer(finished, [cache], 4, "float32") == [request_id]
+    return sender
+
+
+def test_x13_what_came_to_one_rank_only_is_given_back_and_a_retry_finds_it(world, make_sender, request_of):
+    namespace = f"retry-{uuid.uuid4().hex[:12]}"
+    settings = {"connector_config": {"type": "memory", "namespace": namespace}}
+    receivers = world(tp=2, connectors=[None, None], more=settings)
+    sent(make_sender, namespace, 0)
+    assert receive_together(receivers, [request_of(), request_of()]) == [False, False]
+    sent(make_sender, namespace, 1)
+    assert receive_together(receivers, [request_of(), request_of()]) == [True, True]
+
+
+def test_d05_a_companion_that_is_not_sent_after_all_fails_at_once(make_receiver, make_sender, request_of, caplog):
+    namespace = f"decline-{uuid.uuid4().hex[:12]}"
+    settings = {"connector_config": {"type": "memory", "namespace": namespace}}
+    sender, receiver = make_sender(**settings), make_receiver(**settings, recv_timeout=600.0)
+    sender.decline_kv_transfer("c1", "final at stage 0")
+    assert receiver.receive_kv_cache_for_request("c1") == (None, 0)
+    assert "final at stage 0" in caplog.text
+    assert sender.counters["declined"] == 1
+
+
+def test_d05_a_connector_that_cannot_tell_is_not_bothered(make_sender, connector):
+    make_sender(connector=connector).decline_kv_transfer("c1", "final at stage 0")
+    assert connector.puts == 0
+
+
+def test_d01_a_follower_whose_leaders_died_is_in_doubt_by_its_deadline(world, request_of):
+    receivers = world(tp=2, cfg=2, more={"kv_vote_timeout": 0.05})
+    with pytest.raises(VerdictInDoubt, match="tear the group down"):
+        receivers[2].receive_multi_kv_cache_distributed(request_of())
