@@ -30,6 +30,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones():
         ({"vote_timeout_s": True}, "vote_timeout_s must be a number"),
         ({"transport": ""}, "name of a transport"),
         ({"options": [1]}, "options must map"),
+        ({"checksum": 1}, "checksum must be true, false or unset"),
         ({"checksum": "yes"}, "checksum must be true, false or unset"),
     ],
 )
@@ -54,3 +55,10 @@ def test_a_configuration_is_frozen_and_has_a_fingerprint():
 def test_none_overrides_nothing():
     config = HandoffConfig(transport="memory")
     assert config.with_overrides(transport=None, checksum=False) == HandoffConfig(transport="memory", checksum=False)
+
+
+def test_equal_configurations_have_one_fingerprint_however_they_were_written():
+    written = load({"receive_timeout_s": 5, "options": {"a": {"x": 1, "y": [1, {"p": 2, "q": 3}]}}})
+    read = load({"options": {"a": {"y": [1, {"q": 3, "p": 2}], "x": 1}}}, {"OMNIKV_RECEIVE_TIMEOUT_S": "5.0"})
+    assert written == read
+    assert written.fingerprint() == read.fingerprint()

@@ -45,7 +45,9 @@ class HandoffConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-        if self.checksum not in (None, True, False):
+            # 30 and 30.0 are one setting, and give one fingerprint.
+            object.__setattr__(self, name, float(value))
+        if self.checksum is not None and not isinstance(self.checksum, bool):
             raise ConfigError(f"checksum must be true, false or unset, got {self.checksum!r}")
 
     def with_overrides(self, **values: Any) -> HandoffConfig:
@@ -91,4 +93,7 @@ def _from_text(name: str, raw: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return {str(key): repr(entry) for key, entry in value.items()} if isinstance(value, Mapping) else repr(value)
+    """`value` as JSON that does not depend on the order in which a mapping was filled."""
+    if isinstance(value, Mapping):
+        return {repr(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else repr(value)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnikv.core.keys import Edge
-from omnikv.core.reshard import Route, plan_heads, split_heads
+from omnikv.core.reshard import MAX_FACT_CHARS, Route, plan_heads, split_heads
 from omnikv.errors import TopologyError
 
 EDGE = Edge(from_stage="prefill", to_stage="decode")
@@ -114,3 +114,14 @@ def test_lists_of_heads_are_taken_and_frozen():
     assert route.source_heads == ((0, 1),)
     assert route.facts() == {"source_heads": "0,1", "target_heads": "1 | 0"}
     assert hash(route) == hash(Route(edge=EDGE, source_heads=((0, 1),), target_heads=((1,), (0,))))
+
+
+def test_the_facts_of_a_stage_with_very_many_heads_are_short_and_its_own():
+    edge = Edge(from_stage="a", to_stage="b")
+    heads = tuple(range(20_000))
+    swapped = (*heads[:-2], heads[-1], heads[-2])
+    routes = [Route(edge=edge, source_heads=(order,), target_heads=(heads,)) for order in (heads, swapped)]
+    facts, others = [route.facts() for route in routes]
+    assert all(len(text) <= MAX_FACT_CHARS for text in facts.values())
+    assert facts["source_heads"] != others["source_heads"]
+    assert facts["target_heads"] == others["target_heads"]

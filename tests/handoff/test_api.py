@@ -136,10 +136,15 @@ def test_roles_and_attempts_of_one_request_are_apart(transport, namespace):
     ("layers", "message"),
     [
         ([], "there are no layers to send"),
+        (torch.zeros(2, 3, 4), "layers must be a list of .* got a Tensor"),
+        (iter([(torch.zeros(2, 3, 4),) * 2]), "layers must be a list of .* got a list_iterator"),
+        (None, "layers must be a list of .* got a NoneType"),
         ([torch.zeros(2, 3, 4)], r"layer 0 must be a \(key, value\) pair of tensors, got Tensor"),
         ([(torch.zeros(2, 3), torch.zeros(2, 3))], r"key must be \[tokens, kv_heads, head_dim\], got shape \[2, 3\]"),
         ([(torch.zeros(2, 3, 4), torch.zeros(2, 2, 4))], "layer 0's value has 2 KV heads, but the route states 3"),
         ([(torch.zeros(2, 3, 4), torch.zeros(1, 3, 4))], "layer 0 has 2 tokens of keys and 1 of values"),
+        ([(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, device="meta"))], "layer 0's value has no plain elements"),
+        ([(torch.zeros(2, 3, 4).to_sparse(), torch.zeros(2, 3, 4))], "layer 0's key has no plain elements"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused_before_anything_moves(namespace, layers, message):
@@ -148,6 +153,72 @@ def test_layers_that_do_not_fit_are_refused_before_anything_moves(namespace, lay
             sender.send("req", layers)
         sender.send("req", full_cache())
         receiver.receive("req", timeout_s=10).close()
+
+
+@pytest.mark.parametrize("metadata", [[1], "abc", 5, {"a": float("nan")}, {"a": b"x"}, {b"a": 1}])
+def test_metadata_that_json_cannot_hold_is_refused(namespace, metadata):
+    with stages(one_to_one(namespace), "memory") as ([sender], _):
+        with pytest.raises(ConfigError, match="metadata must be a mapping that JSON can hold"):
+            sender.send("req", full_cache(), metadata=metadata)
+        assert sender.drain(timeout_s=0) == 0
+
+
+@pytest.mark.parametrize("rank", [True, 0.0, "0", None])
+def test_a_rank_that_is_no_integer_is_refused(namespace, rank):
+    # 0.0 == 0, but its address on a host would be another one, and the peers would never meet.
+    with pytest.raises(TopologyError, match="a rank is an integer"):
+        KVSender(one_to_one(namespace), rank, transport="shm")
+    with pytest.raises(TopologyError, match="a rank is an integer"):
+        KVReceiver(one_to_one(namespace), rank, transport="shm")
+
+
+@pytest.mark.parametrize("timeout_s", ["1", float("nan"), True])
+def test_a_timeout_that_is_no_number_is_refused(namespace, timeout_s):
+    with stages(one_to_one(namespace), "memory") as ([sender], [receiver]):
+        with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
+            receiver.receive("req", timeout_s=timeout_s)
+        with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
+            sender.drain(timeout_s=timeout_s)
+
+
+def test_a_group_that_is_none_is_refused_and_leaves_the_rank_free(namespace):
+    route = one_to_one(namespace)
+    with pytest.raises(ConfigError, match="group must be a Group or an Agreement"):
+        KVReceiver(route, 0, transport="memory", group="decode")
+    KVReceiver(route, 0, transport="memory").close()
+
+
+def test_a_cause_without_a_utf_8_form_reaches_the_receivers_and_harms_nobody(transport, namespace):
+    # As in the text of an error about a file whose name is not UTF-8.
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.fail("req", "cannot read /cache/\udcff.bin")
+        with pytest.raises(ProducerFailed, match=r"cannot read /cache/\\udcff.bin"):
+            receiver.receive("req", timeout_s=10)
+        sender.send("next", full_cache())
+        receiver.receive("next", timeout_s=10).close()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(torch.zeros(0, 3, 4), torch.zeros(0, 3, 4))],
+        [(torch.ones(1, 3, 4), torch.ones(1, 3, 4))],
+        [(torch.ones(2, 3, 4), torch.ones(2, 3, 6, dtype=torch.int8)), (torch.ones(5, 3, 1).double(),) * 2],
+        [(torch.randn(2, 3, 4, requires_grad=True) * 2, torch.randn(4, 3, 2).permute(2, 1, 0))],
+        [(torch._neg_view(torch.randn(2, 3, 4)), torch.randn(2, 1, 1).expand(2, 3, 4))],
+        [(torch.randn(2, 3, 4, dtype=torch.complex64).conj(), torch.randn(2, 3, 4, dtype=torch.complex64).conj().imag)],
+    ],
+    ids=["no tokens", "one token", "unlike layers", "strided", "negated and expanded", "conjugated"],
+)
+@pytest.mark.parametrize("to_tp", [1, 3])
+def test_layers_of_any_make_arrive_as_they_are(transport, namespace, layers, to_tp):
+    route = Route.tp("a", "b", num_kv_heads=3, from_tp=1, to_tp=to_tp, namespace=namespace)
+    layers = [LayerKV(*pair) for pair in layers]
+    with stages(route, transport) as ([sender], receivers):
+        sender.send("req", layers)
+        for receiver in receivers:
+            with receiver.receive("req", timeout_s=10) as kv:
+                assert_same(kv.layers, part(layers, route.target_heads[receiver.rank]))
 
 
 def test_x11_bad_block_ids_send_nothing(transport, namespace):

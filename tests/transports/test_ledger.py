@@ -102,6 +102,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert set(self.ledger._leased) == leased
 
     @invariant()
+    def the_count_is_of_those_published(self):
+        states = [entry.state for entry in self.ledger._live.values()]
+        assert self.ledger.unacknowledged == len(states) - states.count(PayloadState.RESERVED)
+
+    @invariant()
     def histories_stay_short(self):
         assert all(len(entry.history) <= 5 for entry in self.ledger._live.values())
 

@@ -1,6 +1,7 @@
 """What a shm transport holds while open, and that it holds nothing afterwards."""
 
 import contextlib
+import errno
 import gc
 import os
 import threading
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from omnikv.errors import ConfigError, LocalProtocolError, ProducerFailed, PutRejected
-from omnikv.transports.shm_pool import PAGE_NBYTES, Pool, memory_limit_nbytes
+from omnikv.errors import ConfigError, LocalProtocolError, ProducerFailed, PutRejected, TransportError
+from omnikv.transports.shm_pool import MAX_SEGMENTS, PAGE_NBYTES, Pool, memory_limit_nbytes
 
 SOON_S = 60.0
 MIB = 1 << 20
@@ -150,10 +151,38 @@ def test_a_pool_larger_than_memory_is_an_error_at_start(world):
         world.open("source", pool_nbytes=limit + 1)
 
 
-@pytest.mark.parametrize("options", [{"pool_nbytes": 0}, {"segment_nbytes": 0}, {"pool_nbytes": -1}])
-def test_sizes_must_be_positive(world, options):
-    with pytest.raises(ConfigError, match="must be positive"):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pool_nbytes": 0},
+        {"segment_nbytes": 0},
+        {"pool_nbytes": -1},
+        {"pool_nbytes": 1e9},
+        {"segment_nbytes": "64 MiB"},
+    ],
+)
+def test_sizes_must_be_positive_whole_numbers(world, options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} must be a whole number of bytes, at least 1"):
         world.open("source", **options)
+
+
+def test_a_pool_of_small_segments_stays_within_what_a_reader_maps():
+    pool = Pool(64 * MIB, PAGE_NBYTES)
+    rooms = []
+    with contextlib.closing(pool), contextlib.suppress(PutRejected):
+        while True:
+            rooms.append(pool.take(PAGE_NBYTES))
+    assert len(rooms) == 64 * MIB // PAGE_NBYTES
+    assert len({room.segment.number for room in rooms}) < MAX_SEGMENTS / 2
+
+
+def test_a_system_without_descriptors_is_an_error_that_names_it(world, monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("omnikv.transports.shm_address.open_socket", refuse)
+    with pytest.raises(TransportError, match=r"cannot listen \(Too many open files\): raise the limit"):
+        world.open("source")
 
 
 def test_a_system_without_memory_is_an_error_and_not_a_fault(monkeypatch):

@@ -20,6 +20,15 @@ MAX_MESSAGE_NBYTES = 65536
 # The longest cause or reason that is sent; longer ones are cut.
 MAX_REASON_CHARS = 4096
 
+
+def spell_reason(why: object) -> str:
+    """`why` as a cause or reason that can be sent: not longer than allowed, and with a UTF-8 form.
+
+    The text of an error may have none: a file name that is not UTF-8 reaches Python as lone surrogates.
+    """
+    return str(why).encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_REASON_CHARS]
+
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]

@@ -7,6 +7,7 @@ target reads each head it needs from exactly one source rank that holds it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from omnikv.core.keys import Edge
 from omnikv.errors import TopologyError
 
 HeadIds = tuple[int, ...]
+
+MAX_FACT_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,7 @@ class Route:
 
     def facts(self) -> dict[str, str]:
         """What both peers must state alike, as text by name; compared when they meet."""
-        return {"source_heads": _spell(self.source_heads), "target_heads": _spell(self.target_heads)}
+        return {"source_heads": _digest(self.source_heads), "target_heads": _digest(self.target_heads)}
 
 
 def plan_heads(source_heads: Sequence[HeadIds], target_heads: Sequence[HeadIds]) -> tuple[Piece, ...]:
@@ -184,8 +187,18 @@ def _checked_heads(stage: Sequence[Sequence[int]], side: str) -> tuple[HeadIds, 
 
 
 def _require_rank(rank: int, size: int, side: str) -> None:
+    if type(rank) is not int:
+        raise TopologyError(f"a rank is an integer, got {rank!r} for the {side} stage")
     if not 0 <= rank < size:
         raise TopologyError(f"rank {rank} is outside the {side} stage, which has {size} ranks, 0 to {size - 1}")
+
+
+def _digest(stage: Sequence[HeadIds]) -> str:
+    """The stage's head ids as text that no other stage has, in full where that is short: a greeting has its limits."""
+    text = _spell(stage)
+    if len(text) <= MAX_FACT_CHARS:
+        return text
+    return f"{len(stage)} ranks, digest {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def _spell(stage: Sequence[HeadIds]) -> str:

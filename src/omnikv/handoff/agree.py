@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_reason
 from omnikv.core.verdict import MAX_ROUNDS, spell_cause, spell_causes
 from omnikv.errors import Dropped, LocalProtocolError
 from omnikv.groups.base import Agreement
@@ -171,10 +171,14 @@ def _role_ballot(
 ) -> RoleBallot:
     error = unforeseen or fetch.failure
     if error is not None:
-        return RoleBallot(fetch.role, "failed", required, cause=f"{type(error).__name__}: {error}"[:_MAX_CAUSE_CHARS])
+        return RoleBallot(fetch.role, "failed", required, cause=_spell_error(error))
     if fetch.kv is not None:
         return RoleBallot(fetch.role, "have", required, facts=facts[fetch.role])
     return RoleBallot(fetch.role, "missing", required, cause=fetch.spell_missing())
+
+
+def _spell_error(error: Exception) -> str:
+    return spell_reason(f"{type(error).__name__}: {error}")[:_MAX_CAUSE_CHARS]
 
 
 def _facts(kv: ReceivedKV) -> Facts:

@@ -8,6 +8,7 @@ group:          every rank's ballot --verdict--> all keep, or all drop and take 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -111,6 +112,7 @@ class KVSender(_RouteEnd):
             ConfigError: the request id, the layers or the metadata do not fit; nothing was sent.
             PutRejected: no room in the transport, or this request, role and attempt is already live.
             HandoffError: the tensors could not be copied; the receivers were told.
+            LocalProtocolError: `fail` was called for the request while it was being written; the receivers were told.
             TransportError: the transport failed.
         """
         started = time.monotonic()
@@ -136,8 +138,12 @@ class KVSender(_RouteEnd):
         fail_all(self._transport, [identity for identity, _ in self._identities(request_id, role, attempt)], cause)
 
     def drain(self, *, timeout_s: float) -> int:
-        """How many payloads are still not acknowledged once all are, or `timeout_s` has passed."""
-        return self._transport.drain(deadline=time.monotonic() + timeout_s)
+        """How many payloads are still not acknowledged once all are, or `timeout_s` has passed.
+
+        Raises:
+            ConfigError: `timeout_s` is no number of seconds.
+        """
+        return self._transport.drain(deadline=time.monotonic() + _seconds(timeout_s))
 
     def __enter__(self) -> KVSender:
         return self
@@ -165,16 +171,17 @@ class KVReceiver(_RouteEnd):
             TransportUnavailable: the transport cannot start here.
         """
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
+        # Before the transport opens, so that a group that is none leaves nothing behind.
+        self._agreement = None if group is None else _as_agreement(group, resolved)
         super().__init__(route, "target", rank, route.pieces_to(rank), resolved)
-        self._agreement: Agreement | None = None
-        if group is not None:
-            self.join(group)
 
     def join(self, group: Group | Agreement) -> None:
-        """Nothing; from now on this receiver votes in `group`, for stages whose groups form after their transports."""
-        if isinstance(group, Group):
-            group = ExchangeAgreement(group, facts=self.config.fingerprint())
-        self._agreement = group
+        """Nothing; from now on this receiver votes in `group`, for stages whose groups form after their transports.
+
+        Raises:
+            ConfigError: `group` is no group.
+        """
+        self._agreement = _as_agreement(group, self.config)
 
     def receive(
         self, request_id: str, *, timeout_s: float | None = None, role: str = PRIMARY_ROLE, attempt: int = 0
@@ -184,13 +191,14 @@ class KVReceiver(_RouteEnd):
         For a rank that acts alone. Ranks in lockstep call `receive_together`, or one may keep what another lacks.
 
         Raises:
+            ConfigError: the request id, role, attempt or timeout is none.
             ReceiveTimeout: a part is still absent after `timeout_s`; nothing was consumed, a retry finds the others.
             ProducerFailed: a sender failed, or died; known at once.
             WireError, RemoteProtocolError: what came is damaged or does not belong together.
             ConnectError: a sender states another route.
             TransportError: the transport failed.
         """
-        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
+        wait_s = self.config.receive_timeout_s if timeout_s is None else _seconds(timeout_s)
         with self._role_fetch(request_id, role, attempt) as fetch:
             gather(self._transport, {fetch: True}, deadline=time.monotonic() + wait_s)
             return fetch.require()
@@ -220,7 +228,7 @@ class KVReceiver(_RouteEnd):
         names = [*required, *optional]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"name each role once and at least one, got required {required} and optional {optional}")
-        wait_s = self.config.receive_timeout_s if timeout_s is None else timeout_s
+        wait_s = self.config.receive_timeout_s if timeout_s is None else _seconds(timeout_s)
         schedule = Schedule.starting(
             time.monotonic(), wait_s, vote_timeout_s=self.config.vote_timeout_s, slice_s=self.config.slice_s
         )
@@ -241,3 +249,17 @@ class KVReceiver(_RouteEnd):
 
     def __enter__(self) -> KVReceiver:
         return self
+
+
+def _as_agreement(group: Group | Agreement, config: HandoffConfig) -> Agreement:
+    if isinstance(group, Group):
+        return ExchangeAgreement(group, facts=config.fingerprint())
+    if isinstance(group, Agreement):
+        return group
+    raise ConfigError(f"group must be a Group or an Agreement of omnikv.groups, got a {type(group).__name__}")
+
+
+def _seconds(timeout_s: object) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or math.isnan(timeout_s):
+        raise ConfigError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+    return timeout_s

@@ -32,7 +32,7 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
 
     Raises:
         WireError: it is damaged, or not the one that was asked for.
-        RemoteProtocolError: its heads or layers are not those of the route.
+        RemoteProtocolError: its origin is another one, or its heads or layers are not those of the route.
     """
     payload = decode_payload(
         lease.buffer,
@@ -41,6 +41,7 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
         # Both ends are ours, so a payload without a sealed head is a damaged one.
         require_checksum=True,
     )
+    _check_origin(payload, identity)
     _check_heads(payload, piece)
     received = ReceivedPiece(
         source_rank=piece.source_rank, heads=piece.heads, nbytes=len(lease.buffer), waited_s=waited_s
@@ -56,6 +57,22 @@ def assemble(arrived: Sequence[Arrived], num_target_heads: int, request_id: str)
     """
     _check_alike(arrived, request_id)
     return _put_together(arrived, num_target_heads, request_id)
+
+
+def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
+    """A transport that mixes up two payloads of one request would else give heads or roles that look right."""
+    extension = payload.header.extension
+    if extension is None:
+        return
+    stated = (extension.source_rank, extension.role, extension.attempt)
+    if stated != (identity.source_rank, identity.role, identity.attempt):
+        raise RemoteProtocolError(
+            f"the payload under {identity.encode()} says that it is source rank {stated[0]}'s, role {stated[1]!r}, "
+            f"attempt {stated[2]}: the transport or its sender mixed up two payloads",
+            request_id=identity.transfer_id,
+            key=identity.encode(),
+            rank=identity.source_rank,
+        )
 
 
 def _check_heads(payload: DecodedPayload, piece: Piece) -> None:

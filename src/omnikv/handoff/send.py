@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ import torch
 from omnikv.core.keys import PayloadId
 from omnikv.core.reshard import HeadIds, Piece
 from omnikv.core.wire import Extension
-from omnikv.errors import ConfigError, HandoffError, OmniKVError, PutRejected
+from omnikv.errors import ConfigError, HandoffError, OmniKVError, PutRejected, TransportError
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import PayloadPlan, plan_payload
@@ -54,6 +54,9 @@ def piece_sources(layers: Layers, piece: Piece, num_local_heads: int) -> list[La
         if layers.num_heads != num_local_heads:
             raise ConfigError(_head_count_message("the paged cache", layers.num_heads, num_local_heads))
         return layers.layer_sources(piece.source_positions)
+    if not isinstance(layers, Sequence):
+        # An iterator among others: it would be empty by the time of the second target rank.
+        raise ConfigError(f"layers must be a list of (key, value) pairs, or a PagedKV, got a {type(layers).__name__}")
     if not layers:
         raise ConfigError("there are no layers to send: pass one (key, value) pair a layer")
     return [
@@ -67,6 +70,11 @@ def _checked_pair(index: int, pair: Any, num_local_heads: int) -> tuple[torch.Te
         raise ConfigError(f"layer {index} must be a (key, value) pair of tensors, got {type(pair).__name__}")
     key, value = pair
     for name, tensor in (("key", key), ("value", value)):
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise ConfigError(
+                f"layer {index}'s {name} has no plain elements to send ({tensor.layout} on {tensor.device}, "
+                f"{tensor.dtype}); pass a dense tensor that holds data"
+            )
         if tensor.ndim != 3:
             raise ConfigError(
                 f"layer {index}'s {name} must be [tokens, kv_heads, head_dim], got shape {list(tensor.shape)}"
@@ -101,7 +109,7 @@ def plan_piece(
     return plan_payload(
         request_id=identity.transfer_id,
         layers=sources,
-        metadata=dict(metadata or {}),
+        metadata=metadata,
         extension=extension,
         checksum=checksum,
     )
@@ -128,7 +136,7 @@ def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPl
 
 
 class _ReceiversTold(AbstractContextManager["_ReceiversTold"]):
-    """Tells every receiver the cause when the block fails, whatever it fails with; catches nothing."""
+    """Tells every receiver the cause when the block fails, whatever it fails with, and lets that error go on."""
 
     def __init__(self, transport: Transport, identities: Sequence[PayloadId]) -> None:
         self._transport = transport
@@ -139,7 +147,9 @@ class _ReceiversTold(AbstractContextManager["_ReceiversTold"]):
     ) -> None:
         live_elsewhere = isinstance(error, PutRejected) and error.already_live
         if error is not None and not live_elsewhere:
-            fail_all(self._transport, self._identities, f"{type(error).__name__}: {error}")
+            # A transport that cannot tell has told, by its end; the error that led here is the one to hear of.
+            with suppress(TransportError):
+                fail_all(self._transport, self._identities, f"{type(error).__name__}: {error}")
 
 
 @contextmanager

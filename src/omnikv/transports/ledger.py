@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from omnikv.core.keys import PayloadId
+from omnikv.core.messages import spell_reason
 from omnikv.errors import LocalProtocolError, ProducerFailed, PutRejected
 
 MAX_FAILURES = 4096
@@ -62,11 +63,13 @@ class Ledger(Generic[Room]):
         self._leased: dict[int, Entry[Room]] = {}
         self._failures: dict[PayloadId, str] = {}
         self._next_lease = 1
+        # Counted rather than looked for: `drain` asks after every acknowledgement.
+        self._published = 0
 
     @property
     def unacknowledged(self) -> int:
         """How many payloads are published and not acknowledged."""
-        return sum(entry.state is not PayloadState.RESERVED for entry in self._live.values())
+        return self._published
 
     def reserve(self, payload: PayloadId, nbytes: int) -> Entry[Room]:
         """A new record for `payload`, without room yet.
@@ -108,6 +111,7 @@ class Ledger(Generic[Room]):
             )
         entry.history.append("publish")
         entry.state = PayloadState.READY
+        self._published += 1
 
     def drop(self, entry: Entry[Room]) -> None:
         """Nothing; ends the life of a payload that was not published, and does nothing to any other."""
@@ -117,7 +121,7 @@ class Ledger(Generic[Room]):
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Nothing; whoever asks for `payload` is told `cause`, and its room is free once nobody writes or reads it."""
         self._failures.pop(payload, None)
-        self._failures[payload] = cause
+        self._failures[payload] = spell_reason(cause)
         while len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         entry = self._live.get(payload)
@@ -188,6 +192,7 @@ class Ledger(Generic[Room]):
         self._leased.pop(entry.lease, None)
         self._live.pop(entry.payload, None)
         entry.history.append(event)
+        self._published -= entry.state is not PayloadState.RESERVED
         entry.state = PayloadState.GONE
         room, entry.room = entry.room, None
         if room is not None:

@@ -27,7 +27,7 @@ from omnikv.errors import (
 )
 from omnikv.transports.base import Capabilities, Endpoint, Lease, Slot, Transport
 from omnikv.transports.ledger import Entry, Ledger
-from omnikv.transports.pairing import describe, fact_differences, require_payload
+from omnikv.transports.pairing import describe, fact_differences, require_payload, require_size
 
 ALIGN_NBYTES = 64
 # A wait longer than this is cut into pieces: the platform's locks refuse an endless timeout.
@@ -124,8 +124,8 @@ class MemoryTransport(Transport):
     )
 
     def __init__(self, endpoint: Endpoint, *, pool_nbytes: int | None = None) -> None:
-        if pool_nbytes is not None and pool_nbytes < 0:
-            raise ConfigError(f"memory: pool_nbytes must be at least 0, got {pool_nbytes}")
+        if pool_nbytes is not None:
+            require_size(self.name, "pool_nbytes", pool_nbytes, at_least=0)
         self._endpoint = endpoint
         self._pool_nbytes = pool_nbytes
         self._used_nbytes = 0
@@ -149,8 +149,7 @@ class MemoryTransport(Transport):
             TransportError: this transport is closed.
         """
         require_payload(self.name, self._endpoint, payload, "source")
-        if nbytes < 0:
-            raise ConfigError(f"memory: a payload cannot have {nbytes} bytes")
+        require_size(self.name, "a payload's size", nbytes, at_least=0)
         with self._exchange.changed:
             self._require_open()
             entry = self._ledger.reserve(payload, nbytes)

@@ -40,6 +40,16 @@ def describe(endpoint: Endpoint) -> str:
     return f"{endpoint.side} rank {endpoint.rank} of edge {endpoint.edge.encode()}"
 
 
+def require_size(transport: str, name: str, nbytes: object, *, at_least: int) -> None:
+    """Nothing, when the option `name` is a whole number of bytes, `at_least` so many.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < at_least:
+        raise ConfigError(f"{transport}: {name} must be a whole number of bytes, at least {at_least}, got {nbytes!r}")
+
+
 def require_payload(transport: str, endpoint: Endpoint, payload: PayloadId, side: Side) -> None:
     """Nothing, when `endpoint` is the `side` end of `payload`.
 

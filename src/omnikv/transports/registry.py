@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any
 
 from omnikv.errors import ConfigError, TransportUnavailable
@@ -50,10 +51,13 @@ def open_transport(name: str, endpoint: Endpoint, options: Mapping[str, Any] | N
         TransportUnavailable: its library is missing or it cannot start on this machine.
     """
     factory = _find_factory(name)
+    wanted = dict(options or {})
     try:
-        return factory(endpoint, **(options or {}))
+        # Bound rather than called: a TypeError from inside of the factory is its own.
+        signature(factory).bind(endpoint, **wanted)
     except TypeError as error:
-        raise ConfigError(f"transport {name!r} does not take the options {sorted(options or {})}: {error}") from error
+        raise ConfigError(f"transport {name!r} does not take the options {list(wanted)}: {error}") from error
+    return factory(endpoint, **wanted)
 
 
 def _find_factory(name: str) -> TransportFactory:
@@ -67,6 +71,6 @@ def _find_factory(name: str) -> TransportFactory:
         for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
             loaded: TransportFactory = entry.load()
             return loaded
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise TransportUnavailable(f"transport {name!r} cannot be loaded: {error}", transport=name) from error
     raise ConfigError(f"unknown transport {name!r}; available: {', '.join(available_transports())}")

@@ -31,7 +31,7 @@ from omnikv.core.keys import PayloadId
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, PROTOCOL_VERSION, Hello
 from omnikv.errors import ConfigError, OmniKVError, TransportError, TransportUnavailable
 from omnikv.transports.base import Capabilities, Endpoint, Transport
-from omnikv.transports.pairing import describe, require_payload
+from omnikv.transports.pairing import describe, require_payload, require_size
 from omnikv.transports.shm_link import encode
 from omnikv.transports.shm_loop import LinkLoop
 from omnikv.transports.shm_pool import DEFAULT_SEGMENT_NBYTES, Pool
@@ -101,8 +101,7 @@ class ShmTransport(Transport):
             TransportError: this transport is closed.
         """
         source = self._as_source(payload)
-        if nbytes < 0:
-            raise ConfigError(f"shm: a payload cannot have {nbytes} bytes")
+        require_size(self.name, "a payload's size", nbytes, at_least=0)
         return source.reserve(payload, nbytes)
 
     def get(self, payload: PayloadId, *, deadline: float) -> ShmLease | None:

@@ -7,6 +7,7 @@ Abstract addresses have no permissions, therefore the user of each peer is asked
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -70,16 +71,23 @@ def listen(endpoint: Endpoint) -> socket.socket:
         TransportError: another process serves this rank, or the system refuses.
     """
     address = rank_address(endpoint.edge, endpoint.side, endpoint.rank)
-    listener = open_socket()
     try:
-        listener.bind(address)
-        listener.listen(CONNECTIONS_WAITING)
+        listener = open_socket()
+        try:
+            listener.bind(address)
+            listener.listen(CONNECTIONS_WAITING)
+        except BaseException:
+            listener.close()
+            raise
     except OSError as error:
-        listener.close()
-        holder = _holder_of(address)
+        remedy = "raise the limit that the system names"
+        if error.errno == errno.EADDRINUSE:
+            remedy = (
+                f"{_holder_of(address)} serves this rank already; end it, close the other transport, or give this one "
+                "its own rank, replica or namespace"
+            )
         raise TransportError(
-            f"shm: {describe(endpoint)} cannot listen ({error.strerror}): {holder} serves this rank already; end it, "
-            "close the other transport, or give this one its own rank, replica or namespace",
+            f"shm: {describe(endpoint)} cannot listen ({error.strerror}): {remedy}",
             transport="shm",
             endpoint=address[1:].decode(),
             rank=endpoint.rank,
@@ -88,9 +96,9 @@ def listen(endpoint: Endpoint) -> socket.socket:
 
 
 def _holder_of(address: bytes) -> str:
-    with open_socket() as probe:
-        try:
+    try:
+        with open_socket() as probe:
             probe.connect(address)
             return f"process {peer_of(probe).pid}"
-        except OSError:
-            return "another process"
+    except OSError:
+        return "another process"

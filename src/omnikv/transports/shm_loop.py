@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from omnikv.core.messages import MAX_MESSAGE_NBYTES, MAX_REASON_CHARS, Hello, Refused
+from omnikv.core.messages import MAX_MESSAGE_NBYTES, Hello, Refused, spell_reason
 from omnikv.errors import RemoteProtocolError, TransportError
 from omnikv.transports.base import Endpoint
 from omnikv.transports.pairing import describe, hello_mismatch
@@ -228,7 +228,7 @@ class LinkLoop:
             who = f"peer rank {link.rank}" if link.peer else "a stranger"
             self.count("refused_message", f"{who} (pid {link.credentials.pid}) is refused: {error}")
             link.refusal = str(error)
-            link.send(Refused(link.refusal[:MAX_REASON_CHARS]))
+            link.send(Refused(spell_reason(link.refusal)))
             self.forget(link)
         if link.is_over:
             self.forget(link)
@@ -250,7 +250,7 @@ class LinkLoop:
         reason = hello_mismatch(self._hello, peer, self._endpoint.peer_ranks)
         if reason is not None:
             self.count("refused_peers", f"{peer.side} rank {peer.rank} (pid {peer.pid}) does not fit: {reason}")
-            link.send(Refused(reason[:MAX_REASON_CHARS]))
+            link.send(Refused(spell_reason(reason)))
             self._refuse(link, reason)
         elif link.refusal is None:
             del self._unready[link]

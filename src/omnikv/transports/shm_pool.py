@@ -17,12 +17,17 @@ from pathlib import Path
 
 from omnikv.core.extents import Extents
 from omnikv.errors import ConfigError, PutRejected, TransportError
+from omnikv.transports.pairing import require_size
 
 PAGE_NBYTES = mmap.PAGESIZE
 DEFAULT_POOL_NBYTES = 2 << 30
 DEFAULT_SEGMENT_NBYTES = 64 << 20
 # Segments are touched in pieces, so that other threads of the process get their turn in between.
 TOUCH_NBYTES = 8 << 20
+# The most segments that a target maps of one source. A pool of small ones grows by at least a part of itself, so that
+# it stays far below: each segment costs a descriptor here and a mapping on both sides.
+MAX_SEGMENTS = 1024
+GROWTH_PART = 32
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -99,10 +104,8 @@ class Pool:
         allowed = memory_limit_nbytes()
         if pool_nbytes is None:
             pool_nbytes = min(DEFAULT_POOL_NBYTES, allowed // 2)
-        if pool_nbytes <= 0 or segment_nbytes <= 0:
-            raise ConfigError(
-                f"shm: pool_nbytes and segment_nbytes must be positive, got {pool_nbytes} and {segment_nbytes}"
-            )
+        require_size("shm", "pool_nbytes", pool_nbytes, at_least=1)
+        require_size("shm", "segment_nbytes", segment_nbytes, at_least=1)
         if pool_nbytes > allowed:
             raise ConfigError(
                 f"shm: pool_nbytes={pool_nbytes} is more than the {allowed} bytes of memory that this process may use; "
@@ -219,7 +222,10 @@ class Pool:
         if spare < needed:
             used = sum(segment.nbytes - segment.extents.free_nbytes for segment in self._segments)
             raise _no_room(nbytes, f"{used} of pool_nbytes={self._limit_nbytes} are in use or too scattered")
-        return max(needed, min(self._segment_nbytes, spare))
+        if len(self._segments) >= MAX_SEGMENTS:
+            raise _no_room(nbytes, f"the pool is in {MAX_SEGMENTS} pieces already")
+        wanted = max(self._segment_nbytes, _round_up((self._limit_nbytes - spare) // GROWTH_PART))
+        return max(needed, min(wanted, spare))
 
     def _make(self, number: int, least_nbytes: int, most_nbytes: int) -> PoolSegment:
         available = _available_nbytes()

@@ -11,7 +11,6 @@ import msgspec
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import (
-    MAX_REASON_CHARS,
     Absent,
     Ack,
     Failed,
@@ -199,7 +198,7 @@ class ShmSource:
             link, ask = next(iter(waiting))
             if cause is not None:
                 self._forget_ask(link, ask)
-                link.send(Failed(ask, cause[:MAX_REASON_CHARS]))
+                link.send(Failed(ask, cause))
                 continue
             entry = self._ledger.lease(payload, link)
             if entry is None:

@@ -27,11 +27,11 @@ from omnikv.transports.shm_address import is_sealed
 from omnikv.transports.shm_door import Knock
 from omnikv.transports.shm_link import Link
 from omnikv.transports.shm_loop import LinkLoop
+from omnikv.transports.shm_pool import MAX_SEGMENTS
 
 LONGEST_WAIT_S = 3600.0
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
-MAX_SEGMENTS = 1024
 
 
 class ShmLease(Lease):
@@ -274,7 +274,9 @@ class ShmTarget:
     def _map(self, link: Link, shared: Segment, fds: list[int]) -> None:
         segments = self._segments[link]
         if len(fds) != 1 or shared.segment in segments or len(segments) >= MAX_SEGMENTS:
-            raise RemoteProtocolError(f"segment {shared.segment} comes with {len(fds)} descriptors, or again")
+            raise RemoteProtocolError(
+                f"segment {shared.segment} comes with {len(fds)} descriptors, or again, or after {MAX_SEGMENTS} others"
+            )
         if not is_sealed(fds[0], shared.nbytes):
             raise RemoteProtocolError(f"segment {shared.segment} is no sealed memory of {shared.nbytes} bytes")
         try:
