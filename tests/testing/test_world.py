@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
+import omnikv.testing
 from omnikv.core.messages import Ballot, RoleBallot, Ruling
 from omnikv.errors import LocalProtocolError
 from omnikv.handoff.agree import Schedule
 from omnikv.testing.mutants import MUTANTS
+from omnikv.testing.steps import Steps
 from omnikv.testing.world import World, main
 from omnikv.testing.world_clock import VirtualClock
 from omnikv.testing.world_faults import Dice, Fate, Part, Times
@@ -18,6 +22,7 @@ from omnikv.testing.world_links import Link
 from omnikv.testing.world_oracle import Aftermath, Ending, judge
 from omnikv.testing.world_payloads import Payloads
 from omnikv.testing.world_scale import Scale, measure
+from omnikv.testing.world_seats import SteppedSeats
 
 SEEDS = range(500)
 PART = Part("request-0", 1, "primary", 0)
@@ -51,11 +56,13 @@ def test_worlds_fetch_again_try_again_and_lose_ranks():
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_planted_mistake_is_found_by_some_seed(name):
-    assert any(World(seed, steps=MUTANTS[name]).run().wrongs for seed in SEEDS)
+    assert any(World(seed, seats=SteppedSeats(MUTANTS[name])).run().wrongs for seed in SEEDS)
 
 
 def test_ranks_that_go_different_ways_are_found_and_named():
-    wrongs = [wrong for seed in SEEDS for wrong in World(seed, steps=MUTANTS["timeout-means-drop"]).run().wrongs]
+    wrongs = [
+        wrong for seed in SEEDS for wrong in World(seed, seats=SteppedSeats(MUTANTS["timeout-means-drop"])).run().wrongs
+    ]
     assert any(re.search(r"went different ways: .*rank \d: drop", wrong) for wrong in wrongs)
 
 
@@ -151,8 +158,19 @@ def test_a_payload_that_is_given_back_can_be_leased_again_but_not_consumed_twice
     assert payloads.wrongs == ["primary of request-0 from source 0 at rank 1 was consumed 2 times"]
 
 
+def test_the_world_is_found_in_the_package_and_nothing_else_is():
+    assert omnikv.testing.World is World
+    with pytest.raises(AttributeError, match="has no attribute 'Worlds'"):
+        omnikv.testing.Worlds  # noqa: B018
+
+
+def test_exploring_and_simulating_need_no_torch():
+    code = "import sys, omnikv.testing.explore, omnikv.testing.world; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_world_of_given_sizes_is_replayed_with_them():
-    report = World(5, ranks=4, requests=2, steps=MUTANTS["early-keep"]).run()
+    report = World(5, ranks=4, requests=2, seats=SteppedSeats(MUTANTS["early-keep"])).run()
     assert report.replay == "python -m omnikv.testing.world --seed 5 --trace --ranks 4 --requests 2"
     assert str(report).endswith(f"replay: {report.replay}")
 
@@ -161,7 +179,7 @@ def test_a_step_that_refuses_is_a_wrong_of_its_world():
     def refuse(state, event):
         raise LocalProtocolError("cannot take this")
 
-    report = World(1, steps=MUTANTS["early-keep"].__class__(leader=refuse)).run()
+    report = World(1, seats=SteppedSeats(Steps(leader=refuse))).run()
     assert "a step of rank 0 refuses: cannot take this" in report.wrongs
 
 

@@ -27,7 +27,6 @@ from omnikv.core.messages import Ballot, Ruling
 from omnikv.errors import LocalProtocolError
 from omnikv.testing.explore_ballots import spell_ballot
 from omnikv.testing.mutants import MUTANTS
-from omnikv.testing.steps import Steps
 from omnikv.testing.world_clock import Action, VirtualClock
 from omnikv.testing.world_faults import Dice, Part, RankFault, Request
 from omnikv.testing.world_links import Link
@@ -35,7 +34,7 @@ from omnikv.testing.world_oracle import Aftermath, Ending, judge
 from omnikv.testing.world_payloads import Payloads, spell_part
 from omnikv.testing.world_rank import RankProcess, Run
 from omnikv.testing.world_scale import print_scale
-from omnikv.testing.world_seats import FollowerSeat, LeaderSeat
+from omnikv.testing.world_seats import Seats, SteppedSeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +70,10 @@ class World:
         *,
         ranks: int | None = None,
         requests: int | None = None,
-        steps: Steps | None = None,
+        seats: Seats | None = None,
         trace: bool = False,
     ) -> None:
-        """Sizes that are not given are the seed's; `steps` stand in for the shipped ones."""
+        """Sizes that are not given are the seed's; other `seats` stand in for those that run the shipped steps."""
         self._seed = seed
         self._replay = f"python -m omnikv.testing.world --seed {seed} --trace"
         self._replay += "".join(
@@ -96,10 +95,10 @@ class World:
         self._woken_s = [0.0] * self._size
         self._backlog: list[list[tuple[bool, Action]]] = [[] for _ in range(self._size)]
         self._had_rank_fault = False
-        steps = steps or Steps()
-        self._leader = LeaderSeat(self._size, steps, send=self._announce, tell=partial(self._tell, 0))
+        seats = seats or SteppedSeats()
+        self._leader = seats.leader(self._size, send=self._announce, tell=partial(self._tell, 0))
         self._followers = {
-            rank: FollowerSeat(rank, steps, send=partial(self._report, rank), tell=partial(self._tell, rank))
+            rank: seats.follower(rank, send=partial(self._report, rank), tell=partial(self._tell, rank))
             for rank in range(1, self._size)
         }
         self._ups = {rank: self._link(0) for rank in range(1, self._size)}
@@ -238,7 +237,7 @@ class World:
                 states=self._state,
                 had_rank_fault=self._had_rank_fault,
                 open_runs={process.rank: tuple(process.runs) for process in self._ranks},
-                open_books=tuple(self._leader.books),
+                open_books=tuple(self._leader.open_keys()),
             )
         )
 
@@ -247,16 +246,20 @@ class World:
     def _link(self, rank: int) -> Link:
         return Link(self.clock, self._dice.latency_s, partial(self._at_rank, rank, is_message=True))
 
-    def _announce(self, rank: int, key: str, ruling: Ruling) -> None:
+    def _announce(self, rank: int, message: object) -> None:
         self._messages += 1
-        self._note(f"rank 0 tells rank {rank} on {key}: round {ruling.round}, {ruling.kind}")
-        self._downs[rank].send(partial(self._followers[rank].hear, key, ruling))
+        self._downs[rank].send(partial(self._followers[rank].hear, message))
 
-    def _report(self, rank: int, key: str, ballot: Ballot) -> None:
+    def _report(self, rank: int, message: object) -> None:
         self._messages += 1
-        self._ups[rank].send(partial(self._leader.hear, rank, key, ballot))
+        self._ups[rank].send(partial(self._leader.hear, rank, message))
 
     def _tell(self, rank: int, key: str, answer: Ruling | str) -> None:
+        if isinstance(answer, str):
+            self._note(f"rank {rank} is in doubt on {key}: {answer}")
+        else:
+            missing = ", ".join(f"rank {lacking} lacks {role}" for lacking, role in answer.missing)
+            self._note(f"rank {rank} is told on {key}: round {answer.round}, {answer.kind} {missing}".rstrip())
         self.wake(rank, 0.0, partial(self._ranks[rank].told, key, answer))
 
     def _note(self, words: str) -> None:
@@ -270,11 +273,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.scale:
         print_scale()
         return 0
-    steps = MUTANTS[options.mutant] if options.mutant else None
+    seats = SteppedSeats(MUTANTS[options.mutant]) if options.mutant else None
     seeds = [options.seed] if options.seed is not None else range(options.seeds)
     failed, endings = 0, {"keep": 0, "drop": 0, "doubt": 0}
     for seed in seeds:
-        report = World(seed, ranks=options.ranks, requests=options.requests, steps=steps, trace=options.trace).run()
+        report = World(seed, ranks=options.ranks, requests=options.requests, seats=seats, trace=options.trace).run()
         failed += bool(report.wrongs)
         endings = {branch: count + report.endings.get(branch, 0) for branch, count in endings.items()}
         sys.stdout.writelines(f"{line}\n" for line in report.trace)

@@ -10,13 +10,7 @@ from omnikv.errors import LocalProtocolError
 from omnikv.testing.world_clock import Action, VirtualClock
 from omnikv.testing.world_faults import Fate, Part, Request, Times
 from omnikv.testing.world_payloads import Payloads
-
-
-class Seat(Protocol):
-    """What a rank needs of its seat in the group's votes."""
-
-    def cast(self, key: str, ballot: Ballot) -> None: ...
-    def expire(self, key: str) -> None: ...
+from omnikv.testing.world_seats import Seat
 
 
 class Surroundings(Protocol):

@@ -79,7 +79,7 @@ class _Star:
         self._rulings: dict[int, list[tuple[str, Ruling]]] = {}
         self._leader = LeaderSeat(scale.ranks, Steps(), send=self._announce, tell=self._learn)
         self._followers = {
-            rank: FollowerSeat(rank, Steps(), send=lambda key, ballot: None, tell=self._learn)
+            rank: FollowerSeat(rank, Steps(), send=lambda message: None, tell=self._learn)
             for rank in range(1, scale.ranks)
         }
 
@@ -106,7 +106,7 @@ class _Star:
     def _read(self, rank: int, number: int, batch: list[str]) -> None:
         self._work(len(batch))
         for key in batch:
-            self._leader.hear(rank, key, BALLOT)
+            self._leader.hear(rank, (key, BALLOT))
         rulings, self._rulings = self._rulings, {}
         for peer, news in rulings.items():
             self._work()
@@ -120,12 +120,12 @@ class _Star:
         begins_s = max(self.counts.free_s, self.clock.now_s)
         self.counts.free_s = begins_s + self.scale.message_cost_s + self.scale.ballot_cost_s * ballots
 
-    def _announce(self, rank: int, key: str, ruling: Ruling) -> None:
-        self._rulings.setdefault(rank, []).append((key, ruling))
+    def _announce(self, rank: int, message: tuple[str, Ruling]) -> None:
+        self._rulings.setdefault(rank, []).append(message)
 
     def _hear(self, rank: int, news: list[tuple[str, Ruling]]) -> None:
-        for key, ruling in news:
-            self._followers[rank].hear(key, ruling)
+        for message in news:
+            self._followers[rank].hear(message)
 
     def _learn(self, key: str, answer: Ruling | str) -> None:
         if isinstance(answer, str) or answer.kind != "keep":
