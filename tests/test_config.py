@@ -62,3 +62,9 @@ def test_equal_configurations_have_one_fingerprint_however_they_were_written():
     read = load({"options": {"a": {"y": [1, {"q": 3, "p": 2}], "x": 1}}}, {"OMNIKV_RECEIVE_TIMEOUT_S": "5.0"})
     assert written == read
     assert written.fingerprint() == read.fingerprint()
+
+
+def test_the_facts_of_two_configurations_differ_where_the_settings_do():
+    one, other = load({"slice_s": 1.0, "options": {"b": 1, "a": 2}}), load({"options": {"a": 2, "b": 1}})
+    different = [name for name, text in one.facts().items() if other.facts()[name] != text]
+    assert different == ["slice_s"]

@@ -54,9 +54,13 @@ class HandoffConfig:
         """This configuration with every value that is not None put in place of its own."""
         return replace(self, **{name: value for name, value in values.items() if value is not None})
 
+    def facts(self) -> dict[str, str]:
+        """Every setting as text by name, for peers to compare: equal exactly when the settings are, in every process."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly when two configurations are; the same in every process."""
-        text = json.dumps({entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}, sort_keys=True)
+        """16 hex digits of `facts`."""
+        text = json.dumps(self.facts(), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -92,8 +96,5 @@ def _from_text(name: str, raw: str) -> Any:
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON that does not depend on the order in which a mapping was filled."""
-    if isinstance(value, Mapping):
-        return {repr(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else repr(value)
+def _plain(value: Any) -> str:
+    return repr(dict(sorted(value.items()))) if isinstance(value, Mapping) else repr(value)

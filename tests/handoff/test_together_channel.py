@@ -12,7 +12,7 @@ from stages import assert_same, full_cache, part, send_everywhere, stages
 
 from omnikv import Route
 from omnikv.config import HandoffConfig
-from omnikv.errors import VerdictInDoubt
+from omnikv.errors import ConfigError, VerdictInDoubt
 from omnikv.groups.channel import Channel
 from omnikv.groups.threads import ThreadGroup
 
@@ -90,3 +90,15 @@ def test_d01_a_follower_that_is_gone_drops_the_request_at_once(transport, namesp
         outcome = receivers[0].receive_together("req", timeout_s=300)
         assert outcome.verdict == "drop"
         assert outcome.cause_of(1).startswith("rank 1: gone")
+
+
+def test_ranks_that_are_configured_differently_hear_it_when_the_channel_forms():
+    settings = [HandoffConfig(receive_timeout_s=30.0), HandoffConfig(receive_timeout_s=10.0)]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(Channel.form, group, facts=config.facts(), deadline=time.monotonic() + 30)
+            for group, config in zip(ThreadGroup.create(2), settings, strict=True)
+        ]
+        for job in jobs:
+            with pytest.raises(ConfigError, match=r"receive_timeout_s: 30.0 on rank 0, 10.0 on rank 1"):
+                job.result(timeout=60)
