@@ -55,8 +55,8 @@ class HandoffConfig:
         return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     def facts(self) -> dict[str, str]:
-        """Every setting as text by name, for peers to compare: equal exactly when the settings are, in every process."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+        """Every setting as text by name, for peers to compare: equal when the settings are, in every process."""
+        return {entry.name: _spell(getattr(self, entry.name)) for entry in fields(self)}
 
     def fingerprint(self) -> str:
         """16 hex digits of `facts`."""
@@ -96,5 +96,13 @@ def _from_text(name: str, raw: str) -> Any:
         ) from error
 
 
-def _plain(value: Any) -> str:
-    return repr(dict(sorted(value.items()))) if isinstance(value, Mapping) else repr(value)
+def _spell(value: Any) -> str:
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON that does not depend on the order in which a mapping was filled."""
+    if isinstance(value, Mapping):
+        return {repr(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else repr(value)
