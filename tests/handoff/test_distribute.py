@@ -208,6 +208,12 @@ def test_views_are_sent_as_copies_and_the_leader_keeps_its_own():
     assert own["past_key_values"] is req.past_key_values
 
 
+def test_a_leader_whose_followers_have_no_group_keeps_what_it_has():
+    assert run(request(), layout(ReceiveRole.LEADER, sp=(2, 0, None))) == run(
+        request(), layout(ReceiveRole.LEADER, tp=False, world=Group())
+    )
+
+
 # Without tensor parallelism: the ranks that run the request, and no others
 
 

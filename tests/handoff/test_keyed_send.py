@@ -264,6 +264,16 @@ def test_a_request_travels_under_the_id_that_the_engine_resolves():
     assert sent == ["global-local"]
 
 
+@pytest.mark.parametrize("error", [ConfigError("bad blocks"), TypeError("no cache")])
+def test_d05_receivers_are_told_of_a_request_that_could_not_be_extracted(error):
+    def extract(request_id, what):
+        raise error
+
+    _, counters, failed = finish({"local": {}}, extract=extract, resolve_id=lambda request_id: f"global-{request_id}")
+    assert failed == [("global-local", str(error))]
+    assert counters == {"send_failed": 1}
+
+
 def test_a_resolver_that_fails_costs_its_own_request_only():
     def resolve(request_id):
         return {"a": "A"}[request_id]

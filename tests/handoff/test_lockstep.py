@@ -211,6 +211,14 @@ def test_x12_layers_and_dtypes_are_compared_too(other):
     assert [kept for kept, _ in settle_all([request(kv()), request(other)], dialect="contents")] == [False, False]
 
 
+def test_parts_of_two_attempts_are_not_used_together(caplog):
+    requests = [request(kv(), asks=()), request(kv(), asks=())]
+    for attempt, req in enumerate(requests):
+        req.kv_metadata = {"attempt": attempt}
+    assert [kept for kept, _ in settle_all(requests, dialect="contents")] == [False, False]
+    assert "attempt 1 here, 0 on rank 0" in caplog.text
+
+
 def test_ranks_that_hold_different_heads_of_the_same_tokens_agree():
     two_heads = SimpleNamespace(key_cache=[torch.zeros(3, 2, 4)], value_cache=[torch.zeros(3, 2, 4)])
     assert [kept for kept, _ in settle_all([request(kv()), request(two_heads)], dialect="contents")] == [True, True]
@@ -240,11 +248,11 @@ def test_d01_a_dead_peer_leaves_the_others_in_doubt_by_the_deadline(rank):
 def test_a_group_in_doubt_is_not_used_again():
     group, counters, calls = ThreadCoordinator.of(2)[1], Counter(), BoundedCalls()
     lockstep = Lockstep(VoteRules(need_recv_cache=True), counters, calls)
-    for within_s in (0.05, 60.0):
+    for within_s, words in ((0.05, "the deadline passed"), (60.0, "the group failed before")):
         case = Case(
             req=request(), layout=layout(group), request_id="r1", received=True, deadline=time.monotonic() + within_s
         )
-        with pytest.raises(VerdictInDoubt):
+        with pytest.raises(VerdictInDoubt, match=words):
             lockstep.settle(case)
 
 

@@ -55,7 +55,7 @@ class BoundedCalls:
         # A daemon, so that calls that never return cannot keep the interpreter from ending.
         thread = threading.Thread(target=run, name="omnikv-group-calls", daemon=True)
         thread.start()
-        thread.join(max(deadline - time.monotonic(), 0.0))
+        thread.join(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
         if answers:
             return answers[0]
         if not failures:

@@ -77,7 +77,7 @@ class HandingOn:
             VerdictInDoubt: some ranks have the KV and others do not, or the groups did not answer by the deadline.
         """
         layout = self.layout
-        if not layout.levels():
+        if layout.is_local:
             return None
         way = self._call(lambda: self._hand_down(req, received=received))
         if not layout.confirms:

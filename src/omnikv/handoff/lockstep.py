@@ -84,9 +84,10 @@ def received_until_vote(receive: Callable[[], bool], request: OpenRequest, count
 
 
 def request_id_of(req: Any, resolve: Callable[[Any], str | None]) -> str | None:
-    """What `resolve` says, or a stand-in that is voted on, logged, where the request cannot be asked for its id."""
+    """What `resolve` says as text, or a stand-in that is voted on, logged, where the request cannot be asked."""
     try:
-        return resolve(req)
+        found: object = resolve(req)
+        return None if found is None else str(found)
     # edge: the request is an engine's object; its peers wait for this rank's vote on it.
     except Exception:
         logger.exception("a request could not be asked for its id")
