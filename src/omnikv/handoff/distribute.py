@@ -25,7 +25,7 @@ from typing import Any
 from omnikv.core.receive_role import Level, ReceiveLayout
 from omnikv.core.roles import Payload, branch_payloads, collect_payload, ranks_without_kv
 from omnikv.core.verdict import WHOLE_RANK, spell_causes
-from omnikv.errors import VerdictInDoubt
+from omnikv.errors import OmniKVError, VerdictInDoubt
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.tensors.place import detach_from_buffers
 
@@ -33,6 +33,8 @@ logger = logging.getLogger("omnikv.distribute")
 
 Causes = tuple[tuple[int, str, str], ...]
 _WHAT = "handing KV on"
+# What followers hear in place of KV, or of the last word, from a leader that does not know which way its peers go.
+_DOUBT = "omnikv: the verdict is in doubt"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class _Way:
     """
 
     rank: int
-    payload: Payload | None = None
+    payload: Any = None
     served: dict[int, list[int]] = field(default_factory=dict)
     causes: list[tuple[int, str, str]] = field(default_factory=list)
     gave: bool = False
@@ -79,7 +81,11 @@ class HandingOn:
         layout = self.layout
         if layout.is_local:
             return None
-        way = self._call(lambda: self._hand_down(req, received=received))
+        way = _Way(rank=_world_rank(layout))
+        parts = self._parts(req, way) if layout.is_leader and received else []
+        self._call(lambda: self._hand_down(way, parts))
+        if way.payload == _DOUBT:
+            raise self._doubted()
         if not layout.confirms:
             return self._use_unconfirmed(way)
         if way.payload is None and not (layout.is_leader and received):
@@ -87,11 +93,41 @@ class HandingOn:
         payload = self._prepare(way)
         if layout.is_leader:
             self._call(lambda: self._gather_answers(way))
-            word = self.settle(tuple(way.causes))
+            word: object = self._settle(way)
             self._call(lambda: self._pass_word_down(way, word))
         else:
             word = self._call(lambda: self._confirm_and_hear(way))
+        if word == _DOUBT:
+            raise self._doubted()
         return payload if word else None
+
+    def spread_doubt(self) -> None:
+        """Nothing; this leader's followers learn that it is in doubt, as far as they can be reached.
+
+        It makes the calls that its followers expect, so it is called instead of `run`.
+        """
+        parts: list[Any] = [_DOUBT] * max(self.layout.cfg_size, 1)
+        self._tell(lambda: self._hand_down(_Way(rank=_world_rank(self.layout)), parts))
+
+    def _settle(self, way: _Way) -> bool:
+        try:
+            return self.settle(tuple(way.causes))
+        except OmniKVError:
+            self._tell(lambda: self._pass_word_down(way, _DOUBT))
+            raise
+
+    def _tell(self, calls: Callable[[], object]) -> None:
+        # The leaders' group is what failed; the followers' groups are others.
+        try:
+            BoundedCalls().make(_WHAT, calls, deadline=self.deadline, request_id=self.request_id)
+        except OmniKVError as error:
+            logger.warning("followers could not be told that request %s is in doubt: %s", self.request_id, error)
+
+    def _doubted(self) -> VerdictInDoubt:
+        return VerdictInDoubt(
+            f"the leader of this rank does not know what became of request {self.request_id!r}; tear the group down",
+            request_id=self.request_id,
+        )
 
     def _use_unconfirmed(self, way: _Way) -> Payload | None:
         if not way.causes:
@@ -118,9 +154,7 @@ class HandingOn:
             way.blame(f"could not bring it to its device: {type(error).__name__}: {error}")
             return None
 
-    def _hand_down(self, req: Any, *, received: bool) -> _Way:
-        way = _Way(rank=_world_rank(self.layout))
-        parts = self._parts(req, way) if self.layout.is_leader and received else []
+    def _hand_down(self, way: _Way, parts: list[Payload | None]) -> None:
         way.payload = parts[0] if parts else None
         for at, level in enumerate(self.layout.levels()):
             if level.rank != 0:
@@ -132,7 +166,6 @@ class HandingOn:
                 way.served[at] = list(range(1, level.size))
         if way.failure is not None:
             raise way.failure
-        return way
 
     def _parts(self, req: Any, way: _Way) -> list[Payload | None]:
         """One payload a rank of the guidance group, or the one payload that everybody gets; none of what cannot go."""
@@ -215,15 +248,15 @@ class HandingOn:
             for rank in way.served[at]:
                 way.causes += [tuple(cause) for cause in levels[at].group.recv_object(src=rank)]
 
-    def _confirm_and_hear(self, way: _Way) -> bool:
+    def _confirm_and_hear(self, way: _Way) -> object:
         self._gather_answers(way)
         above = [level for level in self.layout.levels() if level.rank != 0][-1]
         above.group.send_object(way.causes, dst=0)
-        word = bool(above.group.recv_object(src=0) if above.splits else above.group.broadcast_object(None, src=0))
+        word: object = above.group.recv_object(src=0) if above.splits else above.group.broadcast_object(None, src=0)
         self._pass_word_down(way, word)
         return word
 
-    def _pass_word_down(self, way: _Way, word: bool) -> None:
+    def _pass_word_down(self, way: _Way, word: object) -> None:
         levels = self.layout.levels()
         for at, ranks in sorted(way.served.items()):
             if not levels[at].splits:

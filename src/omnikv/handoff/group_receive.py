@@ -16,6 +16,7 @@ import torch
 
 from omnikv.core.receive_role import ReceiveLayout
 from omnikv.core.roles import Payload
+from omnikv.errors import OmniKVError
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.distribute import Causes, HandingOn
 from omnikv.handoff.lockstep import Case, Lockstep, VoteRules, drop_payload, received_until_vote, request_id_of
@@ -71,7 +72,14 @@ class GroupReceive:
             RemoteProtocolError: a peer votes in another way; the same holds.
             ConfigError: votes were to go over a channel, and the group is no process group.
         """
-        return self._lockstep.settle(self._case(req, layout, resolve, received=received))
+        case = self._case(req, layout, resolve, received=received)
+        try:
+            return self._lockstep.settle(case)
+        except OmniKVError:
+            if layout.is_leader:
+                hands_on = self._case(req, layout, resolve, received=False, hands_on=True)
+                self._handing_on(hands_on, None).spread_doubt()
+            raise
 
     def hand_on(
         self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool, device: torch.device | None
@@ -82,19 +90,7 @@ class GroupReceive:
             VerdictInDoubt: some ranks have the KV and others do not, or the groups do not answer; tear them down.
         """
         case = self._case(req, layout, resolve, received=received, hands_on=True)
-
-        def settle(causes: Causes) -> bool:
-            return self._lockstep.settle_handing_on(case, causes)
-
-        return HandingOn(
-            layout=layout,
-            request_id=case.request_id,
-            prepare=lambda payload: move_tensors(payload, device),
-            settle=settle,
-            calls=self._calls,
-            deadline=case.deadline,
-            counters=self._counters,
-        ).run(req, received=received)
+        return self._handing_on(case, device).run(req, received=received)
 
     def conclude(
         self, req: Any, layout: ReceiveLayout, request: OpenRequest, *, received: bool, handed_on: bool
@@ -111,6 +107,20 @@ class GroupReceive:
     def close(self) -> None:
         """Give up this rank's seats; a vote afterwards fails. Idempotent."""
         self._lockstep.close()
+
+    def _handing_on(self, case: Case, device: torch.device | None) -> HandingOn:
+        def settle(causes: Causes) -> bool:
+            return self._lockstep.settle_handing_on(case, causes)
+
+        return HandingOn(
+            layout=case.layout,
+            request_id=case.request_id,
+            prepare=lambda payload: move_tensors(payload, device),
+            settle=settle,
+            calls=self._calls,
+            deadline=case.deadline,
+            counters=self._counters,
+        )
 
     def _deadlines(self) -> Deadlines:
         recv_timeout_s, vote_timeout_s = self._timeouts_s()

@@ -329,3 +329,31 @@ def test_d01_a_follower_whose_leaders_died_is_in_doubt_by_its_deadline(world, re
     receivers = world(tp=2, cfg=2, more={"kv_vote_timeout": 0.05})
     with pytest.raises(VerdictInDoubt, match="tear the group down"):
         receivers[2].receive_multi_kv_cache_distributed(request_of())
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "cfg": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "cfg": 2, "sp": 2}])
+def test_x14_followers_hear_at_once_that_their_leader_is_in_doubt(world, connector, packed, request_of, sizes):
+    # Leader 1 died; its peers' followers wait for their own leader, and its word comes long before their deadline.
+    receivers = world(**sizes)
+    for receiver in receivers:
+        receiver.config.kv_vote_timeout = 0.05 if receiver.topo_config.is_leader else 600.0
+    survivors = [receiver for receiver in receivers if receiver.topo_config.tp_group.rank_in_group == 0]
+    shelve(connector, packed, [0], "r1")
+    requests = [request_of() for _ in survivors]
+    answers = receive_together(survivors, requests)
+    assert [type(answer) for answer in answers] == [VerdictInDoubt] * len(survivors)
+    assert [receiver.counters["dropped"] for receiver in survivors] == [0] * len(survivors)
+
+
+def test_x14_followers_hear_that_the_last_word_is_in_doubt(world, connector, packed, request_of, monkeypatch):
+    receivers = world(tp=2, cfg=2)
+    shelve(connector, packed, [0, 1], "r1")
+
+    def lost(case, causes):
+        raise VerdictInDoubt("lost")
+
+    for receiver in receivers:
+        monkeypatch.setattr(receiver._together._lockstep, "settle_handing_on", lost)
+    requests = [request_of() for _ in receivers]
+    assert [type(answer) for answer in receive_together(receivers, requests)] == [VerdictInDoubt] * 4
+    assert [getattr(req, "past_key_values", None) for req in requests[2:]] == [None, None]
