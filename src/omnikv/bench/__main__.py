@@ -1,4 +1,4 @@
-"""`python -m omnikv.bench same-host --sizes 64,256 --json FILE`."""
+"""`python -m omnikv.bench same-host --sizes 64,256 --json FILE`, or `agreement --ranks 2,4,8 --json FILE`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
 from omnikv.bench.report import BAR_SIZE_MIB, judge, to_json, to_text
 from omnikv.bench.same_host import measure_size, measure_wake_up, receiving_process
 from omnikv.bench.workload import Workload
@@ -18,17 +19,19 @@ from omnikv.errors import OmniKVError
 EXIT_OK, EXIT_BAR_MISSED, EXIT_FAILED = 0, 1, 2
 MIN_ROUNDS = 5
 MIN_TRIES = 200
+MIN_VERDICTS = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 where content was wrong or `--check` found a missed bar, or 2 where it could not run."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.check and BAR_SIZE_MIB not in options.sizes:
+    if options.command == "same-host" and options.check and BAR_SIZE_MIB not in options.sizes:
         parser.error(f"--check needs {BAR_SIZE_MIB} among --sizes: the bars are set for it")
     given = sys.argv[1:] if arguments is None else arguments
+    run = run_same_host if options.command == "same-host" else run_agreement
     try:
-        return run_same_host(options, " ".join(["python -m omnikv.bench", *given]))
+        return run(options, " ".join(["python -m omnikv.bench", *given]))
     except OmniKVError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_FAILED
@@ -39,12 +42,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m omnikv.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     same_host = commands.add_parser("same-host", help="two processes on this host over shared memory")
-    same_host.add_argument("--sizes", type=_sizes, default=(64, 256), help="payloads in MiB, e.g. 64,256")
+    same_host.add_argument("--sizes", type=_several(1), default=(64, 256), help="payloads in MiB, e.g. 64,256")
     same_host.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=7, help="counted rounds a size, 5 or more")
     same_host.add_argument("--wake-ups", type=_at_least(MIN_TRIES), default=300, help="wake-ups timed, 200 or more")
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
-    same_host.add_argument("--json", type=Path, help="also write everything measured to this file")
-    same_host.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
+    agreement = commands.add_parser("agreement", help="verdicts among processes on this host, beside gloo's own means")
+    agreement.add_argument("--ranks", type=_several(2), default=(2, 4, 8), help="numbers of ranks, e.g. 2,4,8")
+    agreement.add_argument("--rounds", type=_at_least(MIN_VERDICTS), default=200, help="counted rounds, 25 or more")
+    for command in (same_host, agreement):
+        command.add_argument("--json", type=Path, help="also write everything measured to this file")
+        command.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     return parser
 
 
@@ -70,8 +77,26 @@ def run_same_host(options: argparse.Namespace, command: str) -> int:
     return EXIT_BAR_MISSED if missed or wrong else EXIT_OK
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_at_least(1)(part) for part in text.split(","))
+def run_agreement(options: argparse.Namespace, command: str) -> int:
+    """The exit status, after measuring, printing and writing what was asked for.
+
+    Raises:
+        OmniKVError: a rank failed.
+    """
+    results = [measure_agreement(ranks, options.rounds) for ranks in options.ranks]
+    sys.stdout.write(agreement_to_text(results, command))
+    if options.json is not None:
+        options.json.write_text(json.dumps(agreement_to_json(results, command), indent=2) + "\n")
+    missed = options.check and not all(bar.passed for bar in judge_agreement(results))
+    return EXIT_BAR_MISSED if missed else EXIT_OK
+
+
+def _several(least: int) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        return tuple(_at_least(least)(part) for part in text.split(","))
+
+    parse.__name__ = "list of whole numbers"
+    return parse
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -61,17 +61,22 @@ def to_json(sizes: Sequence[SizeResult], wake_up: WakeUpResult, command: str) ->
     """Everything that was measured, where, and by which command, as JSON values."""
     return {
         "command": command,
-        "machine": {
-            "cpu_count": os.cpu_count(),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torch_threads": torch.get_num_threads(),
-            "load_average_1_min": os.getloadavg()[0],
-        },
+        "machine": machine(),
         "sizes": [asdict(result) for result in sizes],
         "wake_up": asdict(wake_up),
         "bars": [{**asdict(bar), "passed": bar.passed} for bar in judge(sizes, wake_up)],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What ran the benchmark, as JSON values."""
+    return {
+        "cpu_count": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "load_average_1_min": os.getloadavg()[0],
     }
 
 
@@ -88,7 +93,7 @@ def to_text(sizes: Sequence[SizeResult], wake_up: WakeUpResult, command: str) ->
         "",
         _spell_wake_up(wake_up),
         "",
-        *(_spell_bar(bar) for bar in judge(sizes, wake_up)),
+        *(spell_bar(bar) for bar in judge(sizes, wake_up)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -123,6 +128,7 @@ def _spell_wake_up(wake_up: WakeUpResult) -> str:
     )
 
 
-def _spell_bar(bar: Bar) -> str:
+def spell_bar(bar: Bar) -> str:
+    """One line: whether the bar is kept, what was measured and what it may be at most."""
     verdict = "pass" if bar.passed else "FAIL"
     return f"{verdict}  {bar.name}: {bar.value:.3g} {bar.unit}, at most {bar.limit:g}"

@@ -40,7 +40,7 @@ class PendingRuling:
 
     def done(self) -> bool:
         """Whether `result` returns, or raises, without waiting."""
-        return self._call.is_done
+        return not self._call.left
 
     def result(self) -> Ruling:
         """The ruling; waits until the vote's deadline at most.
@@ -111,7 +111,9 @@ class Channel(Agreement):
         return self._size
 
     def agree(self, key: str, ballot: Ballot, *, deadline: float) -> Ruling:
-        return self.agree_many(((key, ballot),), deadline=deadline)[0]
+        call = Call(((key, ballot),), deadline, self._grace_s)
+        self._switchboard.run(call)
+        return call.outcome(self._rank)[0]
 
     def agree_many(self, votes: Sequence[tuple[str, Ballot]], *, deadline: float) -> list[Ruling]:
         """The rulings on many requests, in the order of `votes`; their ballots travel together.
@@ -125,8 +127,7 @@ class Channel(Agreement):
         if not votes:
             return []
         call = Call(votes, deadline, self._grace_s)
-        self._switchboard.cast(call, attended=True)
-        self._switchboard.wait(call)
+        self._switchboard.run(call)
         return call.outcome(self._rank)
 
     def submit(self, key: str, ballot: Ballot, *, deadline: float) -> PendingRuling:
@@ -136,7 +137,7 @@ class Channel(Agreement):
             ConfigError, LocalProtocolError, VerdictInDoubt: as `agree_many`; nothing was cast.
         """
         call = Call(((key, ballot),), deadline, self._grace_s)
-        self._switchboard.cast(call, attended=False)
+        self._switchboard.start(call)
         return PendingRuling(self._switchboard, call, self._rank)
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class _Door:
     def welcome(self) -> dict[int, socket.socket]:
         """The connections of all who are in, told so; everybody else is sent away."""
         for guest in self.admitted.values():
-            guest.link.send(_encode(ChannelWelcome()), time.monotonic())
+            guest.link.send(_encode(ChannelWelcome()))
         self.close(keep_admitted=True)
         return {rank: guest.link.connection for rank, guest in sorted(self.admitted.items())}
 
@@ -161,7 +161,7 @@ class _Door:
             guest.rank = message.rank
             guest.proof = prove(self._token, "caller", message.rank, message.nonce, nonce)
             answer = ChannelChallenge(nonce, prove(self._token, "leader", message.rank, message.nonce, nonce))
-            guest.link.send(_encode(answer), time.monotonic())
+            guest.link.send(_encode(answer))
         elif isinstance(message, ChannelProof) and guest.proof and not guest.is_proved:
             if not hmac.compare_digest(message.proof, guest.proof):
                 raise RemoteProtocolError("it does not know the group's token")

@@ -7,7 +7,7 @@ import msgspec
 from omnikv.core.messages import Kept, Ruling, Rulings, Votes
 from omnikv.core.vote import Cast, Effect, Event, Expired, FollowerState, Lost, Report, Ruled, step_follower
 from omnikv.errors import RemoteProtocolError
-from omnikv.groups.channel_ledger import Call, Ledger, Request, encode, rulings_if_alike
+from omnikv.groups.channel_ledger import Call, Ledger, Request, encode
 
 _decode = msgspec.msgpack.Decoder(Kept | Rulings).decode
 LEADER = 0
@@ -24,9 +24,8 @@ class FollowerLedger(Ledger[FollowerState]):
         self._sent: dict[int, Call] = {}
 
     def cast(self, call: Call) -> None:
-        is_new = self._is_new(call)
-        if is_new and not any(ballot.round for _, ballot in call.votes):
-            self._hold_whole(call)
+        if self._is_new(call):
+            self._whole.update(dict.fromkeys(call.keys, call))
             self._sent[self._number] = call
             call.heard[self._rank] = self._number
             self._report(call, call.encoded)
@@ -41,8 +40,15 @@ class FollowerLedger(Ledger[FollowerState]):
         if isinstance(message, Rulings):
             for key, ruling in message.rulings:
                 self._hear_one(key, ruling)
-        else:
-            self._hear_kept(message.number)
+            return
+        call = self._sent.pop(message.number, None)
+        if call is not None and call.hopes is not None:
+            for key in call.keys:
+                del self._whole[key]
+            call.fulfil()
+        elif call is not None or message.number >= self._number:
+            raise RemoteProtocolError(f"it kept message {message.number}, which has no ballots to keep")
+        # Else its deadline passed here, so this rank is in doubt already.
 
     def lose(self, rank: int, cause: str) -> None:
         for call in set(self._whole.values()):
@@ -58,23 +64,6 @@ class FollowerLedger(Ledger[FollowerState]):
             for request in tuple(self._requests.get(key, ())):
                 if request.call is call:
                     self._commit(request, *step_follower(request.state, Expired()))
-
-    def foresee(self, call: Call) -> None:
-        if call.heard:
-            call.hopes = rulings_if_alike(call.votes)
-
-    def _hear_kept(self, number: int) -> None:
-        call = self._sent.pop(number, None)
-        if call is None and number < self._number:
-            # Its deadline passed here, so this rank is in doubt already.
-            return
-        if call is not None:
-            self._forget_whole(call)
-            if call.hopes is None:
-                self.foresee(call)
-        if call is None or call.hopes is None:
-            raise RemoteProtocolError(f"it kept message {number}, which has no ballots to keep")
-        call.settle_all(call.hopes)
 
     def _hear_one(self, key: str, ruling: Ruling) -> None:
         whole = self._whole.get(key)
@@ -110,7 +99,8 @@ class FollowerLedger(Ledger[FollowerState]):
         self._number += 1
 
     def _open(self, call: Call) -> None:
-        self._forget_whole(call)
+        for key in call.keys:
+            del self._whole[key]
         self._sent.pop(call.heard[self._rank], None)
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())

@@ -7,7 +7,7 @@ import msgspec
 from omnikv.core.messages import Ballot, Kept, Name, Ruling, Rulings, Votes
 from omnikv.core.vote import Announce, Cast, Effect, Event, Expired, Heard, LeaderState, Lost, step_leader
 from omnikv.errors import RemoteProtocolError
-from omnikv.groups.channel_ledger import Call, Ledger, Request, rulings_if_alike
+from omnikv.groups.channel_ledger import Call, Ledger, Request
 
 _decode_votes = msgspec.msgpack.Decoder(Votes).decode
 _decode_ballots = msgspec.msgpack.Decoder(list[tuple[Name, Ballot]]).decode
@@ -24,29 +24,32 @@ class LeaderLedger(Ledger[LeaderState]):
         self._announced: dict[int, list[tuple[str, Ruling]]] = {}
 
     def cast(self, call: Call) -> None:
-        if not self._lost and self._is_new(call):
-            call.hopes = rulings_if_alike(call.votes)
-        if call.hopes is None:
+        if self._lost or not self._is_new(call):
             self._cast_each(call)
-        elif self._size == 1:
-            call.settle_all(call.hopes)
-        else:
-            self._hold_whole(call)
-            self._by_bytes[call.encoded] = call
+            return
+        self._whole.update(dict.fromkeys(call.keys, call))
+        self._by_bytes[call.encoded] = call
+        if self._size == 1:
+            self._conclude_whole(call)
 
     def hear(self, rank: int, payload: bytes) -> None:
         try:
             message = _decode_votes(payload)
+            due = message.due_us / 1e6 if message.due_us else float("inf")
             call = self._by_bytes.get(message.votes)
-            ballots = _decode_ballots(message.votes) if call is None or rank in call.heard else []
+            if call is not None and rank not in call.heard:
+                call.heard[rank] = message.number
+                if len(call.heard) == self._size - 1:
+                    self._conclude_whole(call)
+                else:
+                    call.hasten(due)
+                return
+            ballots = _decode_ballots(message.votes)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"it sent {len(payload)} bytes that are no ballots: {error}") from error
-        due = message.due_us / 1e6 if message.due_us else float("inf")
         for key, ballot in ballots:
             self._hear_one(rank, key, ballot, due)
         self._seal()
-        if call is not None and not ballots:
-            self._hear_whole(rank, call, message.number, due)
 
     def lose(self, rank: int, cause: str) -> None:
         for call in set(self._whole.values()):
@@ -67,14 +70,20 @@ class LeaderLedger(Ledger[LeaderState]):
                 self._commit(request, *step_leader(request.state, Expired()))
         self._seal()
 
-    def _hear_whole(self, rank: int, call: Call, number: int, due: float) -> None:
-        call.heard[rank] = number
-        if len(call.heard) < self._size - 1:
-            call.hasten(due)
+    def _conclude_whole(self, call: Call) -> None:
+        """Nothing; every rank cast the very ballots of `call`."""
+        if not call.hopes:
+            call.foresee()
+        if call.hopes is None:
+            self._open(call)
+            self._seal()
             return
-        self._forget(call)
-        self.outgoing += [(peer, Kept(heard)) for peer, heard in call.heard.items()]
-        call.settle_all(call.hopes or [])
+        for key in call.keys:
+            del self._whole[key]
+        del self._by_bytes[call.encoded]
+        for rank, number in call.heard.items():
+            self.outgoing.append((rank, Kept(number)))
+        call.fulfil()
 
     def _hear_one(self, rank: int, key: str, ballot: Ballot, due: float) -> None:
         whole = self._whole.get(key)
@@ -104,19 +113,16 @@ class LeaderLedger(Ledger[LeaderState]):
         self._seal()
 
     def _open(self, call: Call) -> None:
-        self._forget(call)
+        for key in call.keys:
+            del self._whole[key]
+        del self._by_bytes[call.encoded]
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())
             request.call, request.index, request.due = call, index, call.due
-            state, _ = step_leader(request.state, Cast(ballot))
-            for rank in call.heard:
-                state, _ = step_leader(state, Heard(rank, ballot))
-            request.state = state
             self._keep_request(request)
-
-    def _forget(self, call: Call) -> None:
-        self._forget_whole(call)
-        del self._by_bytes[call.encoded]
+            self._commit(request, *step_leader(request.state, Cast(ballot)))
+            for rank in call.heard:
+                self._commit(request, *step_leader(request.state, Heard(rank, ballot)))
 
     def _fresh_state(self) -> LeaderState:
         return LeaderState(size=self._size, lost=tuple(sorted(self._lost.items())))

@@ -27,7 +27,7 @@ from omnikv.groups.channel_link import MAX_FRAME_NBYTES
 # More requests than any group has in flight; beyond that somebody has stopped voting.
 MAX_OPEN_REQUESTS = 1 << 16
 MAX_KEY_CHARS = 1024
-_ROOM_FOR_ENVELOPE_NBYTES = 64
+_MAX_VOTES_NBYTES = MAX_FRAME_NBYTES - 64
 
 encode = msgspec.msgpack.Encoder().encode
 State = TypeVar("State", LeaderState, FollowerState)
@@ -36,10 +36,26 @@ State = TypeVar("State", LeaderState, FollowerState)
 class Call:
     """One call's requests at this rank, and what came of them.
 
-    `deadline` is the caller's, `due` is when waiting for them really ends, both on the monotonic clock.
+    `deadline` is the caller's, `due` is when waiting for them really ends, both on the monotonic clock; `left` is how
+    many of them have no ruling and are not in doubt either.
     """
 
-    __slots__ = ("bell", "deadline", "doubts", "due", "encoded", "heard", "hopes", "left", "rulings", "votes", "watch")
+    # Every vote goes through here, so it is one pass with few calls: see `python -m omnikv.bench agreement`.
+    __slots__ = (
+        "bell",
+        "deadline",
+        "doubts",
+        "due",
+        "encoded",
+        "heard",
+        "hopes",
+        "is_first_round",
+        "keys",
+        "left",
+        "rulings",
+        "votes",
+        "watch",
+    )
 
     def __init__(self, votes: Sequence[tuple[str, Ballot]], deadline: float, grace_s: float = 0.0) -> None:
         """Waiting may go on for `grace_s` after `deadline`.
@@ -50,98 +66,101 @@ class Call:
         self.votes = votes
         self.deadline = deadline
         self.due = deadline + grace_s
-        for key, _ in votes:
+        self.is_first_round = True
+        # A dict for its order; it must not hold the call itself, which would then be left to the garbage collector.
+        self.keys: dict[str, None] = {}
+        for key, ballot in votes:
             if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
                 raise ConfigError(f"a vote's key must be a text of 1 to {MAX_KEY_CHARS} characters, got {key!r:.100}")
-        if len(votes) > 1 and len({key for key, _ in votes}) < len(votes):
+            self.keys[key] = None
+            if ballot.round:
+                self.is_first_round = False
+        self.left = len(self.keys)
+        if self.left < len(votes):
             raise ConfigError("the keys of ballots that are cast together must differ")
         try:
             self.encoded = encode(votes)
         except UnicodeEncodeError as error:
             raise ConfigError(f"a vote's key and texts must be encodable as UTF-8: {error}") from error
-        if len(self.encoded) > MAX_FRAME_NBYTES - _ROOM_FOR_ENVELOPE_NBYTES:
+        if len(self.encoded) > _MAX_VOTES_NBYTES:
             raise ConfigError(
-                f"{len(votes)} ballots take {len(self.encoded)} bytes, at most {MAX_FRAME_NBYTES} go out together; "
+                f"{len(votes)} ballots take {len(self.encoded)} bytes, at most {_MAX_VOTES_NBYTES} go out together; "
                 "cast fewer at once or shorten their causes"
             )
-        self.left = len(votes)
-        self.rulings: list[Ruling | None] = [None] * self.left
+        self.rulings: dict[int, Ruling] = {}
         self.doubts: dict[int, str] = {}
-        # Filled by the ledger: what each ballot comes to if all ranks cast the same, and who did so far.
+        # What each ballot comes to if all ranks cast the same, and which message of which rank did so far.
         self.hopes: list[Ruling] | None = None
         self.heard: dict[int, int] = {}
         # Who sleeps until this call changes, and the set of calls that nobody waits for, while it is in there.
         self.bell: threading.Condition | None = None
         self.watch: set[Call] | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every request of the call has a ruling or is in doubt."""
-        return not self.left
+    def foresee(self) -> None:
+        """Nothing; works out, while peers are at work, what `rule` comes to if all of them cast the same ballots.
+
+        `hopes` stays None where one of the ballots would not simply be kept.
+        """
+        known: dict[tuple[str, ...], Ruling] = {}
+        hopes = []
+        for _, ballot in self.votes:
+            roles = ballot.roles
+            names = tuple([entry.role for entry in roles if entry.standing == "have"])
+            if len(names) < len(roles):
+                return
+            ruling = known.get(names)
+            if ruling is None:
+                ruling = known[names] = Ruling("keep", 0, usable=names)
+            hopes.append(ruling)
+        self.hopes = hopes
+
+    def fulfil(self) -> None:
+        """Nothing; every request came to what was hoped for."""
+        self.left = 0
+        self.ring()
 
     def settle(self, index: int, ruling: Ruling) -> None:
         """Nothing; the ruling on one request of the call is here."""
         self.rulings[index] = ruling
-        self._one_less()
-
-    def settle_all(self, rulings: list[Ruling]) -> None:
-        """Nothing; the rulings on all requests of the call are here."""
-        self.rulings[:] = rulings
-        self.left = 1
-        self._one_less()
+        self.left -= 1
+        self.ring()
 
     def doubt(self, index: int, cause: str) -> None:
         """Nothing; the ruling on one request of the call cannot be learnt."""
         self.doubts[index] = cause
-        self._one_less()
+        self.left -= 1
+        self.ring()
 
     def hasten(self, due: float) -> None:
         """Nothing; waiting ends at `due` if that is sooner."""
         if due < self.due:
             self.due = due
-            if self.bell is not None:
-                self.bell.notify_all()
+            self.ring()
+
+    def ring(self) -> None:
+        """Nothing; whoever sleeps until this call changes looks at it again."""
+        if self.watch is not None and not self.left:
+            self.watch.discard(self)
+        if self.bell is not None:
+            self.bell.notify_all()
 
     def outcome(self, rank: int) -> list[Ruling]:
-        """The rulings, in the order of the votes.
+        """The rulings, in the order of the votes, when nothing is left.
 
         Raises:
             VerdictInDoubt: one of them could not be learnt.
         """
-        for index, cause in self.doubts.items():
-            key = self.votes[index][0]
-            raise VerdictInDoubt(
-                f"rank {rank} voted on {key!r} and cannot learn the ruling: {cause}; tear this group down",
-                request_id=key,
-                rank=rank,
-            )
-        return [ruling for ruling in self.rulings if ruling is not None]
-
-    def _one_less(self) -> None:
-        self.left -= 1
-        if not self.left:
-            if self.watch is not None:
-                self.watch.discard(self)
-            if self.bell is not None:
-                self.bell.notify_all()
-
-
-def rulings_if_alike(votes: Sequence[tuple[str, Ballot]]) -> list[Ruling] | None:
-    """What `rule` comes to on each ballot if every rank casts the same; None where one is not simply kept."""
-    known: dict[tuple[str, ...], Ruling] = {}
-    rulings = []
-    for _, ballot in votes:
-        if ballot.round:
-            return None
-        for entry in ballot.roles:
-            if entry.standing != "have":
-                return None
-        names = tuple([entry.role for entry in ballot.roles])
-        ruling = known.get(names)
-        if ruling is None:
-            ruling = known[names] = Ruling("keep", 0, usable=names)
-        rulings.append(ruling)
-    return rulings
+        if not self.doubts:
+            if not self.rulings and self.hopes is not None:
+                return self.hopes
+            return [self.rulings[index] for index in range(len(self.votes))]
+        index, cause = next(iter(self.doubts.items()))
+        key = self.votes[index][0]
+        raise VerdictInDoubt(
+            f"rank {rank} voted on {key!r} and cannot learn the ruling: {cause}; tear this group down",
+            request_id=key,
+            rank=rank,
+        )
 
 
 class Request(Generic[State]):
@@ -204,9 +223,6 @@ class Ledger(ABC, Generic[State]):
     def _open(self, call: Call) -> None:
         """Nothing; takes the steps of a whole call that were put off."""
 
-    def foresee(self, call: Call) -> None:
-        """Nothing; prepares, while peers are at work, what is needed when they answer."""
-
     def open_calls(self) -> set[Call]:
         """The calls that wait for a ruling."""
         waiting = {request.call for request in self._all_requests() if request.call is not None}
@@ -216,9 +232,8 @@ class Ledger(ABC, Generic[State]):
         """Nothing; every call that waits for a ruling is in doubt, and no further vote is possible."""
         self.broken = self.broken or cause
         for call in self.open_calls():
-            for index, ruling in enumerate(call.rulings):
-                if ruling is None and index not in call.doubts:
-                    call.doubt(index, cause)
+            for index in set(range(len(call.votes))) - set(call.rulings) - set(call.doubts):
+                call.doubt(index, cause)
         self._whole.clear()
         self._requests.clear()
 
@@ -227,15 +242,9 @@ class Ledger(ABC, Generic[State]):
             yield from tuple(requests)
 
     def _is_new(self, call: Call) -> bool:
-        return not any(key in self._whole or key in self._requests for key, _ in call.votes)
-
-    def _hold_whole(self, call: Call) -> None:
-        for key, _ in call.votes:
-            self._whole[key] = call
-
-    def _forget_whole(self, call: Call) -> None:
-        for key, _ in call.votes:
-            del self._whole[key]
+        """Whether `call` may be held whole: no request of its keys is known."""
+        keys = call.keys
+        return call.is_first_round and self._whole.keys().isdisjoint(keys) and self._requests.keys().isdisjoint(keys)
 
     def _to_cast(self, key: str) -> Request[State]:
         """The oldest request of `key` that this rank has not voted on; a new one, not yet kept, if there is none."""

@@ -9,6 +9,7 @@ may lie in it; only then is it `ended`, with the first reason that was known.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -25,6 +26,7 @@ class Link:
     def __init__(
         self,
         connection: socket.socket,
+        rank: int = -1,
         *,
         max_frame_nbytes: int = MAX_FRAME_NBYTES,
         max_queued_nbytes: int = MAX_QUEUED_NBYTES,
@@ -32,47 +34,50 @@ class Link:
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
+        self.rank = rank
         self.ended: str | None = None
-        self.max_frame_nbytes = max_frame_nbytes
+        self.queue: deque[memoryview] = deque()
+        self._max_frame_nbytes = max_frame_nbytes
         self._max_queued_nbytes = max_queued_nbytes
         self._deaf_after_s = deaf_after_s
         self._failure: str | None = None
         self._inbox = bytearray()
-        self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
         self._moved_at = 0.0
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether frames wait for the socket."""
-        return bool(self._queue)
-
-    def send(self, payload: bytes, now: float) -> None:
+    def send(self, payload: bytes) -> None:
         """Nothing; the frame goes out now or when the socket takes it. A link that failed swallows it."""
         if self._failure is not None:
             return
         frame = len(payload).to_bytes(LENGTH_NBYTES, "big") + payload
-        if self._queue:
-            self._hold(memoryview(frame), now)
+        if self.queue:
+            self._hold(memoryview(frame))
             return
-        sent = self._send_now(frame)
-        if sent < len(frame) and self._failure is None:
-            self._moved_at = now
-            self._hold(memoryview(frame)[sent:], now)
+        try:
+            sent = self.connection.send(frame, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.fail(f"sending to it failed: {error.strerror or error}")
+            return
+        if sent < len(frame):
+            self._moved_at = time.monotonic()
+            self._hold(memoryview(frame)[sent:])
 
-    def flush(self, now: float) -> None:
+    def flush(self) -> None:
         """Nothing; sends what the socket takes of the queue."""
-        while self._queue:
-            head = self._queue[0]
-            sent = self._send_now(head)
-            if self._failure is not None or not sent:
-                return
-            self._moved_at = now
-            self._queued_nbytes -= sent
-            self._queue.popleft()
-            if sent < len(head):
-                self._queue.appendleft(head[sent:])
-                return
+        try:
+            while self.queue:
+                head = self.queue.popleft()
+                sent = self.connection.send(head, socket.MSG_NOSIGNAL)
+                self._queued_nbytes -= sent
+                self._moved_at = time.monotonic()
+                if sent < len(head):
+                    self.queue.appendleft(head[sent:])
+        except BlockingIOError:
+            self.queue.appendleft(head)
+        except OSError as error:
+            self.fail(f"sending to it failed: {error.strerror or error}")
 
     def receive(self) -> list[bytes] | None:
         """The frames that one read completes, None where there was nothing to read; sets `ended` at the end."""
@@ -89,7 +94,7 @@ class Link:
         if not self._inbox:
             # One whole frame and nothing else is how nearly all of them come.
             length = int.from_bytes(data[:LENGTH_NBYTES], "big")
-            if length == len(data) - LENGTH_NBYTES and length <= self.max_frame_nbytes:
+            if length == len(data) - LENGTH_NBYTES and length <= self._max_frame_nbytes:
                 return [data[LENGTH_NBYTES:]]
         self._inbox += data
         return self._cut_frames()
@@ -98,7 +103,7 @@ class Link:
         """Nothing; gives the peer up: no more is sent, and what it sent before is all that is read."""
         if self._failure is None:
             self._failure = reason
-            self._queue.clear()
+            self.queue.clear()
             self._queued_nbytes = 0
             try:
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -109,7 +114,7 @@ class Link:
     def close(self) -> None:
         """Nothing; ends the connection. Idempotent."""
         self._failure = self._failure or "this side closed the connection"
-        self._queue.clear()
+        self.queue.clear()
         self.connection.close()
 
     def _cut_frames(self) -> list[bytes]:
@@ -117,8 +122,8 @@ class Link:
         while len(inbox) - at >= LENGTH_NBYTES:
             length = int.from_bytes(inbox[at : at + LENGTH_NBYTES], "big")
             end = at + LENGTH_NBYTES + length
-            if length > self.max_frame_nbytes:
-                self.ended = f"it announced a frame of {length} bytes, at most {self.max_frame_nbytes} are taken"
+            if length > self._max_frame_nbytes:
+                self.ended = f"it announced a frame of {length} bytes, at most {self._max_frame_nbytes} are taken"
                 self.fail(self.ended)
                 at = len(inbox)
             elif len(inbox) < end:
@@ -129,20 +134,12 @@ class Link:
         del inbox[:at]
         return frames
 
-    def _hold(self, frame: memoryview, now: float) -> None:
-        if now - self._moved_at > self._deaf_after_s:
-            self.fail(f"it has read nothing for {now - self._moved_at:.0f} s")
+    def _hold(self, frame: memoryview) -> None:
+        still_s = time.monotonic() - self._moved_at
+        if still_s > self._deaf_after_s:
+            self.fail(f"it has read nothing for {still_s:.0f} s")
         elif self._queued_nbytes + len(frame) > self._max_queued_nbytes:
             self.fail(f"it reads too slowly: {self._queued_nbytes} bytes wait for it")
         else:
-            self._queue.append(frame)
+            self.queue.append(frame)
             self._queued_nbytes += len(frame)
-
-    def _send_now(self, frame: bytes | memoryview) -> int:
-        try:
-            return self.connection.send(frame, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            self.fail(f"sending to it failed: {error.strerror or error}")
-            return 0

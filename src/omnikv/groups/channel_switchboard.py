@@ -32,7 +32,7 @@ log = logging.getLogger("omnikv.channel")
 
 
 class Switchboard:
-    """One rank's connections, its ledger, and whoever waits. `cast` takes a call, `wait` returns at its end."""
+    """One rank's connections, its ledger, and whoever waits. Calls go in, and settled they come out."""
 
     def __init__(
         self, rank: int, size: int, connections: Mapping[int, socket.socket], *, shares_clock: bool, deaf_after_s: float
@@ -41,11 +41,13 @@ class Switchboard:
         self._ledger: Ledger[Any]
         self._ledger = FollowerLedger(rank, shares_clock=shares_clock) if rank else LeaderLedger(size)
         self._lock = threading.Lock()
-        self._links = {peer: Link(connection, deaf_after_s=deaf_after_s) for peer, connection in connections.items()}
-        self._peers = {connection.fileno(): peer for peer, connection in connections.items()}
+        self._links = {
+            peer: Link(connection, peer, deaf_after_s=deaf_after_s) for peer, connection in connections.items()
+        }
+        self._by_fd = {link.connection.fileno(): link for link in self._links.values()}
         self._epoll = select.epoll()
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for fd in (*self._peers, self._nudge):
+        for fd in (*self._by_fd, self._nudge):
             self._epoll.register(fd, _READABLE)
         self._is_polled = False
         self._polled_until = 0.0
@@ -56,42 +58,34 @@ class Switchboard:
         self._pump_bell = threading.Condition(self._lock)
         self._is_closed = False
 
-    def cast(self, call: Call, *, attended: bool) -> None:
-        """Nothing; casts the ballots of `call`. One that is not `attended` is seen to by the pump.
+    def run(self, call: Call) -> None:
+        """Nothing; casts the ballots of `call` and returns when each of its requests has a ruling or is in doubt.
 
         Raises:
             LocalProtocolError: it cannot be cast, and was not.
             VerdictInDoubt: this rank votes no more.
         """
         with self._lock:
-            if self._is_closed:
-                raise LocalProtocolError("this channel is closed: form another before the next vote")
-            if self._ledger.broken is not None:
-                raise VerdictInDoubt(
-                    f"rank {self._rank} takes no vote on {call.votes[0][0]!r}: its channel failed before "
-                    f"({self._ledger.broken}); tear this group down",
-                    request_id=call.votes[0][0],
-                    rank=self._rank,
-                )
-            self._ledger.cast(call)
-            self._send_outgoing()
-            self._ledger.foresee(call)
-            if not attended:
-                self._leave(call)
+            self._cast(call)
+            if call.left:
+                self._wait(call)
+
+    def start(self, call: Call) -> None:
+        """Nothing; casts the ballots of `call` and lets the pump see to it.
+
+        Raises:
+            LocalProtocolError, VerdictInDoubt: as `run`.
+        """
+        with self._lock:
+            self._cast(call)
+            self._leave(call)
 
     def wait(self, call: Call) -> None:
         """Nothing; returns when every request of `call` has its ruling or is in doubt."""
         with self._lock:
-            if call.is_done:
-                return
-            self._attend(call)
-            try:
+            if call.left:
+                self._attend(call)
                 self._wait(call)
-            finally:
-                # An interrupted wait must not leave the request without anybody who minds its deadline.
-                if not call.is_done:
-                    self._leave(call)
-                self._hand_on()
 
     def close(self) -> None:
         """Nothing; every open vote is in doubt, connections, descriptors and threads go. Idempotent."""
@@ -115,15 +109,38 @@ class Switchboard:
 
     # Everything below is called with the lock held.
 
+    def _cast(self, call: Call) -> None:
+        if self._is_closed:
+            raise LocalProtocolError("this channel is closed: form another before the next vote")
+        if self._ledger.broken is not None:
+            raise VerdictInDoubt(
+                f"rank {self._rank} takes no vote on {call.votes[0][0]!r}: its channel failed before "
+                f"({self._ledger.broken}); tear this group down",
+                request_id=call.votes[0][0],
+                rank=self._rank,
+            )
+        self._ledger.cast(call)
+        if self._ledger.outgoing:
+            self._send_outgoing()
+        if call.left:
+            call.foresee()
+
     def _wait(self, call: Call) -> None:
-        while not call.is_done:
-            wait_s = call.due - time.monotonic()
-            if wait_s <= 0:
-                self._end_waiting(call)
-            elif self._is_polled:
-                self._sleep(call.bell or self._give_bell(call), wait_s)
-            else:
-                self._turn(call.due, wait_s)
+        try:
+            while call.left:
+                wait_s = call.due - time.monotonic()
+                if wait_s <= 0:
+                    self._end_waiting(call)
+                elif self._is_polled:
+                    self._sleep(call.bell or self._give_bell(call), wait_s)
+                else:
+                    self._turn(call.due, wait_s)
+        finally:
+            # An interrupted wait must not leave the request without anybody who minds its deadline.
+            if call.left:
+                self._leave(call)
+            if self._sleepers or self._pump_runs:
+                self._hand_on()
 
     def _give_bell(self, call: Call) -> threading.Condition:
         call.bell = threading.Condition(self._lock)
@@ -157,69 +174,68 @@ class Switchboard:
         if self._is_closed:
             return
         for fd, mask in events:
-            peer = self._peers.get(fd)
-            if peer is None:
-                if fd == self._nudge:
-                    os.eventfd_read(self._nudge)
-                continue
-            if mask & select.EPOLLOUT:
-                self._flush(self._links[peer])
-            if mask & ~select.EPOLLOUT:
-                self._read(peer)
-        self._send_outgoing()
+            link = self._by_fd.get(fd)
+            if link is not None:
+                if mask & select.EPOLLOUT:
+                    self._flush(link)
+                if mask != select.EPOLLOUT:
+                    self._read(link)
+            elif fd == self._nudge:
+                os.eventfd_read(self._nudge)
+        if self._ledger.outgoing:
+            self._send_outgoing()
 
-    def _read(self, peer: int) -> bool:
-        """Whether `peer` said anything; takes it, or notes that it is gone."""
-        link = self._links[peer]
+    def _read(self, link: Link) -> bool:
+        """Whether the peer said anything; takes it, or notes that it is gone."""
         frames = link.receive()
-        try:
-            for frame in frames or ():
-                self._ledger.hear(peer, frame)
-        except RemoteProtocolError as error:
-            link.ended = str(error)
+        if frames:
+            try:
+                for frame in frames:
+                    self._ledger.hear(link.rank, frame)
+            except RemoteProtocolError as error:
+                link.ended = str(error)
         if link.ended is not None:
-            log.info("rank %d: rank %d is gone: %s", self._rank, peer, link.ended)
-            self._epoll.unregister(link.connection)
-            del self._peers[link.connection.fileno()], self._links[peer]
-            link.close()
-            self._ledger.lose(peer, link.ended)
+            self._drop(link, link.ended)
             return False
         return frames is not None
 
+    def _drop(self, link: Link, cause: str) -> None:
+        log.info("rank %d: rank %d is gone: %s", self._rank, link.rank, cause)
+        self._epoll.unregister(link.connection)
+        del self._by_fd[link.connection.fileno()], self._links[link.rank]
+        link.close()
+        self._ledger.lose(link.rank, cause)
+
     def _end_waiting(self, call: Call) -> None:
         """Nothing; reads what was said in time, and then lets the time of `call` be over."""
-        for peer in tuple(self._links):
+        for link in tuple(self._links.values()):
             for _ in range(LAST_READS):
-                if not self._read(peer):
+                if not self._read(link):
                     break
         now = time.monotonic()
-        if not call.is_done and call.due <= now:
+        if call.left and call.due <= now:
             self._ledger.expire(call, now)
         self._send_outgoing()
 
     def _send_outgoing(self) -> None:
         outgoing = self._ledger.outgoing
-        if not outgoing:
-            return
-        now = time.monotonic()
         for rank, message in outgoing:
             link = self._links.get(rank)
-            if link is None:
-                continue
-            link.send(encode(message), now)
-            if link.has_queue:
-                self._epoll.modify(link.connection, _WRITABLE)
-                self._start_pump()
+            if link is not None:
+                link.send(encode(message))
+                if link.queue:
+                    self._epoll.modify(link.connection, _WRITABLE)
+                    self._start_pump()
         outgoing.clear()
 
     def _flush(self, link: Link) -> None:
-        link.flush(time.monotonic())
-        if not link.has_queue:
+        link.flush()
+        if not link.queue:
             self._epoll.modify(link.connection, _READABLE)
 
     def _leave(self, call: Call) -> None:
         """Nothing; from now on the pump minds `call`."""
-        if call.is_done:
+        if not call.left:
             return
         if call.bell is not None:
             call.bell.notify_all()
@@ -242,7 +258,7 @@ class Switchboard:
             os.eventfd_write(self._nudge, 1)
 
     def _pump_is_needed(self) -> bool:
-        return not self._is_closed and (bool(self._unattended) or any(link.has_queue for link in self._links.values()))
+        return not self._is_closed and (bool(self._unattended) or any(link.queue for link in self._links.values()))
 
     def _start_pump(self) -> None:
         if self._pump_runs:
