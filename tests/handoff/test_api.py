@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -127,6 +128,31 @@ def test_roles_and_attempts_of_one_request_are_apart(transport, namespace):
         for (role, attempt), tokens in reversed(sizes.items()):
             with receiver.receive("req", timeout_s=10, role=role, attempt=attempt) as kv:
                 assert kv.num_tokens == tokens
+
+
+def test_an_interrupted_receive_gives_back_what_had_arrived(transport, namespace):
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def receive_until_interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        receiver.receive("req", timeout_s=60)
+
+    layers = full_cache(num_heads=2)
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=2, to_tp=1, namespace=namespace)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with stages(route, transport) as (senders, [receiver]):
+            senders[0].send("req", part(layers, (0,)))
+            with pytest.raises(KeyboardInterrupt):
+                receive_until_interrupted()
+            senders[1].send("req", part(layers, (1,)))
+            with receiver.receive("req", timeout_s=10) as kv:
+                assert_same(kv.layers, layers)
+            assert all(sender.drain(timeout_s=10) == 0 for sender in senders)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- mistakes: a clear error, nothing lost ------------------------------------------------------------------------

@@ -112,8 +112,14 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
     waiting = {identity: fetch for fetch in fetches for identity in fetch.missing}
     with closing(transport.get_as_ready(list(waiting), deadline=deadline)) as arrivals:
         for identity, outcome in arrivals:
-            fetch = waiting[identity]
-            fetch.take(identity, outcome)
+            try:
+                fetch = waiting[identity]
+                fetch.take(identity, outcome)
+            except BaseException:
+                # Interrupted (Ctrl-C) before it was kept; giving back twice does nothing.
+                if not isinstance(outcome, OmniKVError):
+                    outcome.release()
+                raise
             if fetch.failure is not None and fetches[fetch]:
                 return
 

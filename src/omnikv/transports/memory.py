@@ -1,7 +1,7 @@
 """The transport within one process: threads hand payloads over through memory that they share anyway.
 
 Theory of operation. All endpoints of one edge meet in one exchange, a table of the open sources and targets under one
-condition variable. A payload is a block of memory in its source's ledger; a lease is a view of that same block, so
+lock. A payload is a block of memory in its source's ledger; a lease is a view of that same block, so
 nothing is copied. Every change (a publication, a failure, an acknowledgement, an endpoint that opens or closes) wakes
 the waiting threads, which look again: nothing polls. This is the reference that the conformance suite is written
 against, and the transport of tests and of stages that live in one process.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import ClassVar
 
 from omnikv.core.keys import Edge, PayloadId
@@ -26,19 +26,19 @@ from omnikv.errors import (
     TransportError,
 )
 from omnikv.transports.base import Capabilities, Endpoint, Lease, Slot, Transport
+from omnikv.transports.bell import Bell
 from omnikv.transports.ledger import Entry, Ledger
 from omnikv.transports.pairing import describe, fact_differences, require_payload, require_size
 
 ALIGN_NBYTES = 64
-# A wait longer than this is cut into pieces: the platform's locks refuse an endless timeout.
-LONGEST_WAIT_S = 3600.0
 
 
 class _Exchange:
-    """Where the endpoints of one edge meet; `changed` guards everything in it, ledgers included."""
+    """Where the endpoints of one edge meet; `lock` guards everything in it, ledgers included."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self.changed = Bell(self.lock)
         self.endpoints: dict[tuple[str, int], MemoryTransport] = {}
 
 
@@ -133,12 +133,12 @@ class MemoryTransport(Transport):
         self._ledger: Ledger[memoryview] = Ledger(self.name, self._free)
         with _exchanges_lock:
             self._exchange = _exchanges.setdefault(endpoint.edge, _Exchange())
-            with self._exchange.changed:
+            with self._exchange.lock:
                 place = (endpoint.side, endpoint.rank)
                 if place in self._exchange.endpoints:
                     raise ConfigError(f"memory: {describe(endpoint)} is already open in this process; close it first")
                 self._exchange.endpoints[place] = self
-                self._exchange.changed.notify_all()
+                self._exchange.changed.ring()
 
     def reserve(self, payload: PayloadId, nbytes: int) -> MemorySlot:
         """Room for a payload of `nbytes`, to be written in place and published.
@@ -150,7 +150,7 @@ class MemoryTransport(Transport):
         """
         require_payload(self.name, self._endpoint, payload, "source")
         require_size(self.name, "a payload's size", nbytes, at_least=0)
-        with self._exchange.changed:
+        with self._exchange.lock:
             self._require_open()
             entry = self._ledger.reserve(payload, nbytes)
             try:
@@ -187,21 +187,27 @@ class MemoryTransport(Transport):
         for payload in payloads:
             require_payload(self.name, self._endpoint, payload, "target")
         waiting: dict[PayloadId, MemoryTransport | None] = dict.fromkeys(payloads)
-        while waiting:
-            with self._exchange.changed:
-                known = self._known(waiting)
-                while not known and (remaining_s := deadline - time.monotonic()) > 0:
-                    self._exchange.changed.wait(min(remaining_s, LONGEST_WAIT_S))
-                    known = self._known(waiting)
-            if known is None:
-                return
-            del waiting[known[0]]
-            yield known
+        leased: list[MemoryLease] = []
+        try:
+            while waiting:
+                known = self._exchange.changed.wait_for(partial(self._known, waiting, leased), deadline)
+                if known is None:
+                    return
+                del waiting[known[0]]
+                # The last thing before it is handed on: until then an interruption gives it back.
+                leased = []
+                yield known
+        finally:
+            for lease in leased:
+                lease.release()
 
     def _known(
-        self, waiting: dict[PayloadId, MemoryTransport | None]
+        self, waiting: dict[PayloadId, MemoryTransport | None], leased: list[MemoryLease]
     ) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
-        """The first of the payloads that something is known of; `waiting` maps each to the source that was asked."""
+        """The first of the payloads that something is known of; `waiting` maps each to the source that was asked.
+
+        A lease stands in `leased` too, before this returns.
+        """
         self._require_open()
         for payload, asked in waiting.items():
             source = self._exchange.endpoints.get(("source", payload.source_rank))
@@ -220,7 +226,8 @@ class MemoryTransport(Transport):
                 except OmniKVError as error:
                     return payload, error
                 if entry is not None:
-                    return payload, MemoryLease(self, source, entry)
+                    leased.append(MemoryLease(self, source, entry))
+                    return payload, leased[-1]
         return None
 
     def fail(self, payload: PayloadId, cause: str) -> None:
@@ -231,23 +238,19 @@ class MemoryTransport(Transport):
             TransportError: this transport is closed.
         """
         require_payload(self.name, self._endpoint, payload, "source")
-        with self._exchange.changed:
+        with self._exchange.lock:
             self._require_open()
             self._ledger.fail(payload, cause)
-            self._exchange.changed.notify_all()
+            self._exchange.changed.ring()
 
     def drain(self, *, deadline: float) -> int:
         """How many published payloads are still not acknowledged once all are, or `deadline` passes."""
-        with self._exchange.changed:
-            while True:
-                left, remaining_s = self._ledger.unacknowledged, deadline - time.monotonic()
-                if not left or remaining_s <= 0:
-                    return left
-                self._exchange.changed.wait(min(remaining_s, LONGEST_WAIT_S))
+        self._exchange.changed.wait_for(lambda: self._ledger.unacknowledged == 0 or None, deadline)
+        return self._ledger.unacknowledged
 
     def close(self) -> None:
         """Leave the exchange; a source's payloads are lost, a target's leases go back. Idempotent."""
-        with _exchanges_lock, self._exchange.changed:
+        with _exchanges_lock, self._exchange.lock:
             if self._closed:
                 return
             self._closed = True
@@ -257,28 +260,28 @@ class MemoryTransport(Transport):
                 other._ledger.leave(self)
             if not self._exchange.endpoints:
                 _exchanges.pop(self._endpoint.edge, None)
-            self._exchange.changed.notify_all()
+            self._exchange.changed.ring()
 
     def publish(self, entry: Entry[memoryview]) -> None:
         """Nothing; for this transport's slots."""
-        with self._exchange.changed:
+        with self._exchange.lock:
             self._require_open()
             self._ledger.publish(entry)
-            self._exchange.changed.notify_all()
+            self._exchange.changed.ring()
 
     def drop(self, entry: Entry[memoryview]) -> None:
         """Nothing; for this transport's slots."""
-        with self._exchange.changed:
+        with self._exchange.lock:
             self._ledger.drop(entry)
 
     def end_lease(self, number: int, holder: MemoryTransport, *, used: bool) -> None:
         """Nothing; for the leases of this source's payloads."""
-        with self._exchange.changed:
+        with self._exchange.lock:
             if used:
                 self._ledger.acknowledge(number, holder)
             else:
                 self._ledger.give_back(number, holder)
-            self._exchange.changed.notify_all()
+            self._exchange.changed.ring()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from omnikv.core.messages import (
 )
 from omnikv.errors import ConfigError, PutRejected, RemoteProtocolError, TransportError
 from omnikv.transports.base import Endpoint, Slot
+from omnikv.transports.bell import Bell
 from omnikv.transports.ledger import Entry, Ledger, PayloadState
 from omnikv.transports.shm_link import Link
 from omnikv.transports.shm_loop import LinkLoop
@@ -31,7 +31,6 @@ from omnikv.transports.shm_pool import Pool, Room
 
 # How many asks of one peer are remembered; a peer that has more in flight breaks the protocol.
 MAX_ASKS = 4096
-LONGEST_WAIT_S = 3600.0
 
 
 class ShmSlot(Slot):
@@ -67,7 +66,7 @@ class ShmSource:
         self._pool = pool
         self._lock = lock
         self._require_open = require_open
-        self._settled = threading.Condition(lock)
+        self._settled = Bell(lock)
         self._ledger: Ledger[Room] = Ledger("shm", pool.give)
         # Who waits for a payload, first come first served; and by link and ask, for asks that are taken back.
         self._waiting: dict[PayloadId, dict[tuple[Link, int], None]] = {}
@@ -111,16 +110,12 @@ class ShmSource:
             self._require_open()
             self._ledger.fail(payload, cause)
             self._serve(payload)
-            self._settled.notify_all()
+            self._settled.ring()
 
     def drain(self, deadline: float) -> int:
         """How many payloads are still not acknowledged once all are, or `deadline` passes."""
-        with self._lock:
-            while True:
-                left, remaining_s = self._ledger.unacknowledged, deadline - time.monotonic()
-                if not left or remaining_s <= 0:
-                    return left
-                self._settled.wait(min(remaining_s, LONGEST_WAIT_S))
+        self._settled.wait_for(lambda: self._ledger.unacknowledged == 0 or None, deadline)
+        return self._ledger.unacknowledged
 
     def link_ready(self, link: Link) -> None:
         """A target is there; an earlier life of it is over, so its leases come back first."""
@@ -143,7 +138,7 @@ class ShmSource:
         self._told.pop(link, None)
         for payload in self._ledger.leave(link):
             self._serve(payload)
-        self._settled.notify_all()
+        self._settled.ring()
 
     def handle(self, link: Link, message: Any, fds: list[int]) -> None:
         """A target asks, takes back, acknowledges or returns."""
@@ -153,12 +148,12 @@ class ShmSource:
             self._want(link, message)
         elif isinstance(message, Ack):
             if self._ledger.acknowledge(message.lease, link) is not None:
-                self._settled.notify_all()
+                self._settled.ring()
         elif isinstance(message, Return):
             payload = self._ledger.give_back(message.lease, link)
             if payload is not None:
                 self._serve(payload)
-            self._settled.notify_all()
+            self._settled.ring()
         elif isinstance(message, Unwant):
             self._forget_ask(link, message.ask)
 
@@ -166,7 +161,7 @@ class ShmSource:
         """Nothing is offered any more; `drain` ends."""
         self._ledger.clear()
         self._pool.close()
-        self._settled.notify_all()
+        self._settled.ring()
 
     def _want(self, link: Link, want: Want) -> None:
         asks = self._asks[link]

@@ -21,6 +21,7 @@ from omnikv.errors import (
     TransportError,
 )
 from omnikv.transports.base import Endpoint, Lease
+from omnikv.transports.bell import Bell
 from omnikv.transports.ledger import producer_failed
 from omnikv.transports.pairing import describe
 from omnikv.transports.shm_address import is_sealed
@@ -29,7 +30,6 @@ from omnikv.transports.shm_link import Link
 from omnikv.transports.shm_loop import LinkLoop
 from omnikv.transports.shm_pool import MAX_SEGMENTS
 
-LONGEST_WAIT_S = 3600.0
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
 
@@ -71,7 +71,7 @@ class ShmLease(Lease):
 class _Ask:
     """One payload that is waited for: over which link it was asked for, and what came of it."""
 
-    def __init__(self, number: int, payload: PayloadId, is_patient: bool, changed: threading.Condition) -> None:
+    def __init__(self, number: int, payload: PayloadId, is_patient: bool, changed: Bell) -> None:
         self.number = number
         self.payload = payload
         self.is_patient = is_patient
@@ -97,7 +97,7 @@ class _Ask:
     ) -> None:
         """Nothing; wakes the waiting thread with its answer."""
         self.lease, self.error, self.is_absent = lease, error, is_absent
-        self.changed.notify_all()
+        self.changed.ring()
 
 
 class ShmTarget:
@@ -123,29 +123,31 @@ class ShmTarget:
         now = time.monotonic()
         is_patient = deadline > now
         limit = deadline if is_patient else now + ANSWER_S
-        changed = threading.Condition(self._lock)
-        asks: list[_Ask] = []
+        changed = Bell(self._lock)
+        asks: dict[int, _Ask] = {}
         try:
             with self._lock:
                 self._require_open()
                 for payload in payloads:
-                    asks.append(self._open(payload, is_patient, changed))
-                    self._pursue(asks[-1])
+                    ask = self._open(payload, is_patient, changed)
+                    asks[ask.number] = ask
+                    self._pursue(ask)
             while asks:
+                settled = changed.wait_for(lambda: next((ask for ask in asks.values() if ask.is_settled), None), limit)
+                if settled is None:
+                    return
                 with self._lock:
-                    ask = self._next_settled(asks, changed, limit)
-                    if ask is None:
-                        return
-                    asks.remove(ask)
-                    del self._asks[ask.number]
-                if ask.lease is not None:
-                    yield ask.payload, ask.lease
-                elif ask.error is not None:
-                    yield ask.payload, ask.pop_error()
+                    del self._asks[settled.number]
+                error = None if settled.error is None else settled.pop_error()
+                outcome = settled.lease or error
+                # The last thing before it is handed on: until then an interruption gives it back.
+                del asks[settled.number]
+                if outcome is not None:
+                    yield settled.payload, outcome
         finally:
             # Given up, interrupted or refused while asking: an answer that came meanwhile goes back.
             with self._lock:
-                for ask in asks:
+                for ask in asks.values():
                     self._take_back(ask)
 
     def end_lease(self, link: Link, message: Ack | Return) -> None:
@@ -215,20 +217,11 @@ class ShmTarget:
                 closed.__cause__ = error
                 ask.settle(error=closed)
 
-    def _open(self, payload: PayloadId, is_patient: bool, changed: threading.Condition) -> _Ask:
+    def _open(self, payload: PayloadId, is_patient: bool, changed: Bell) -> _Ask:
         ask = _Ask(self._next_ask, payload, is_patient, changed)
         self._next_ask += 1
         self._asks[ask.number] = ask
         return ask
-
-    @staticmethod
-    def _next_settled(asks: Sequence[_Ask], changed: threading.Condition, limit: float) -> _Ask | None:
-        while True:
-            settled = next((ask for ask in asks if ask.is_settled), None)
-            remaining_s = limit - time.monotonic()
-            if settled is not None or remaining_s <= 0:
-                return settled
-            changed.wait(min(remaining_s, LONGEST_WAIT_S))
 
     def _pursue(self, ask: _Ask) -> None:
         """Nothing; the ask was sent, or its source was knocked on, or it is settled."""
@@ -254,7 +247,7 @@ class ShmTarget:
             ask.link = None
 
     def _take_back(self, ask: _Ask) -> None:
-        del self._asks[ask.number]
+        self._asks.pop(ask.number, None)
         if ask.link is not None and not ask.is_settled:
             ask.link.send(Unwant(ask.number))
         elif ask.lease is not None and ask.link is not None:

@@ -90,6 +90,14 @@ def test_an_outcome_that_could_not_be_written_is_refused_before_anything_starts(
     assert "is no writable directory" in " ".join(done.stderr.split())
 
 
+def test_an_outcome_in_place_of_a_directory_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
+    done, _ = run_demo(tiny_model_dir, tmp_path, "--json", str(tmp_path))
+
+    assert done.returncode == 2
+    assert "it is a directory; name a file" in " ".join(done.stderr.split())
+    assert "Starting" not in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_demo_that_is_stopped_leaves_nothing_behind(tiny_model_dir, tmp_path, number):
     command = [sys.executable, "-m", "omnikv.cli", "demo", "--model", str(tiny_model_dir)]

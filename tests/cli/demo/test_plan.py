@@ -36,7 +36,10 @@ def test_sizes_that_work_give_every_rank_equal_shares():
     [
         ({"prompt": "  "}, "--prompt is empty"),
         ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
+        ({"prompt": "a\udcff"}, r"--prompt is no text in UTF-8: 'a\\udcff'"),
         ({"timeout_s": 0.0}, "--timeout-s must be above 0"),
+        ({"timeout_s": float("nan")}, "--timeout-s must be above 0"),
+        ({"timeout_s": float("inf")}, "--timeout-s must be above 0 and at most 86400 seconds"),
         ({"prefill_tp": 0}, "--prefill-tp must be at least 1, got 0"),
         ({"kill_rank": 3}, "--kill-rank 3 is no prefill rank: there are 3, 0 to 2"),
         ({"kill_rank": -1}, "--kill-rank -1 is no prefill rank"),

@@ -59,13 +59,14 @@ def demo(
         )
         _require_writable(json_file)
         result = _run(request, model, notes)
+        # Shown first: what took minutes is not lost to a full disk.
+        print_result(_console(stderr=False), result)
         if json_file is not None:
             _write_json(result, json_file)
     except ConfigError as error:
         raise typer.Exit(_say_error(notes, error, EXIT_MISUSED)) from error
     except OmniKVError as error:
         raise typer.Exit(_say_error(notes, error, EXIT_FAILED)) from error
-    print_result(_console(stderr=False), result)
     if not result.identical:
         raise typer.Exit(EXIT_FAILED)
 
@@ -87,10 +88,14 @@ def _run(request: DemoRequest, model: Path | None, notes: Console) -> DemoResult
 
 
 def _require_writable(json_file: Path | None) -> None:
-    if json_file is not None and not os.access(json_file.absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"--json {json_file} cannot be written: {json_file.absolute().parent} is no writable directory"
-        )
+    if json_file is None:
+        return
+    folder = json_file.absolute().parent
+    if json_file.is_dir():
+        raise ConfigError(f"--json {json_file} cannot be written: it is a directory; name a file")
+    if not folder.is_dir() or not os.access(json_file if json_file.exists() else folder, os.W_OK):
+        what = f"{json_file} is read-only" if json_file.exists() else f"{folder} is no writable directory"
+        raise ConfigError(f"--json {json_file} cannot be written: {what}")
 
 
 def _write_json(result: DemoResult, path: Path) -> None:

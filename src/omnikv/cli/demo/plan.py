@@ -14,6 +14,7 @@ from omnikv.errors import ConfigError
 
 Role = Literal["prefill", "decode", "reference"]
 REQUEST_ID = "demo"
+LONGEST_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +74,14 @@ class DemoRequest:
     def __post_init__(self) -> None:
         if not self.prompt.strip():
             raise ConfigError("--prompt is empty: give the model something to continue")
+        if any("\ud800" <= char <= "\udfff" for char in self.prompt):
+            raise ConfigError(f"--prompt is no text in UTF-8: {self.prompt!a}")
         if self.max_tokens < 1:
             raise ConfigError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"--timeout-s must be above 0 seconds, got {self.timeout_s}")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+            raise ConfigError(
+                f"--timeout-s must be above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds, got {self.timeout_s}"
+            )
         for option, tp_size in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
             if tp_size < 1:
                 raise ConfigError(f"{option} must be at least 1, got {tp_size}")
