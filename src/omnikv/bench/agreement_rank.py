@@ -107,8 +107,8 @@ def _measure_rounds(channel: Channel, rounds: int) -> dict[str, list[float]]:
         subjects: dict[str, Callable[[], Callable[[], bool]]] = {
             "objects": lambda: partial(exchange_objects, channel.rank, channel.size, signature),
             "all_reduce": lambda: partial(reduce_all, digest),
-            "channel": lambda number=number: partial(_vote, channel, _votes(f"request-{number}", 1)),
-            "batch": lambda number=number: partial(_vote, channel, _votes(f"batch-{number}", BATCH)),
+            "channel": partial(_prepare_votes, channel, f"request-{number}", 1),
+            "batch": partial(_prepare_votes, channel, f"batch-{number}", BATCH),
         }
         for name, prepare in subjects.items():
             dist.barrier()
@@ -121,8 +121,8 @@ def _measure_rounds(channel: Channel, rounds: int) -> dict[str, list[float]]:
     return {name: values[WARM_UP_ROUNDS:] for name, values in times.items()}
 
 
-def _votes(name: str, count: int) -> list[tuple[str, Ballot]]:
-    return [(f"{name}-{at}", ballot_of(at)) for at in range(count)]
+def _prepare_votes(channel: Channel, name: str, count: int) -> Callable[[], bool]:
+    return partial(_vote, channel, [(f"{name}-{at}", ballot_of(at)) for at in range(count)])
 
 
 def _vote(channel: Channel, votes: Sequence[tuple[str, Ballot]]) -> bool:
