@@ -117,3 +117,11 @@ def test_a_small_run_with_two_processes_verifies_the_content_and_writes_the_json
     assert [size["payload_nbytes"] for size in said["sizes"]] == [1 << 20]
     assert said["wake_up"]["tries"] == 300
     assert "put-then-get, x memcpy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["absent/bench.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, name):
+    with pytest.raises(SystemExit) as caught:
+        main(["same-host", "--sizes", "1", "--json", str(tmp_path / name)])
+    assert caught.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err

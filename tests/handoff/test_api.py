@@ -6,12 +6,13 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 from stages import assert_same, full_cache, one_to_one, part, send_everywhere, stages
 
-from omnikv import Edge, KVReceiver, KVSender, LayerKV, Route
+from omnikv import Edge, KVReceiver, KVSender, LayerKV, PayloadId, Route
 from omnikv.errors import (
     ConfigError,
     ConnectError,
@@ -24,8 +25,11 @@ from omnikv.errors import (
     WireError,
     WireReason,
 )
+from omnikv.handoff.send import piece_sources, plan_piece
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.layouts import BlockLayout
+from omnikv.transports.base import Endpoint
+from omnikv.transports.memory import MemoryTransport
 
 
 @pytest.mark.parametrize(
@@ -387,6 +391,29 @@ def test_x04_parts_of_different_dtype_are_not_promoted(transport, namespace):
         senders[0].send("req", full_cache(num_heads=1))
         senders[1].send("req", full_cache(num_heads=1, dtype=torch.float16))
         with pytest.raises(RemoteProtocolError, match=r"layer 0: .*float16 against .*float32"):
+            receiver.receive("req", timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"source_rank": 1}, "source rank 1's, role 'primary', attempt 0"),
+        ({"role": "cfg_text"}, "source rank 0's, role 'cfg_text', attempt 0"),
+        ({"attempt": 2}, "source rank 0's, role 'primary', attempt 2"),
+    ],
+)
+def test_x05_a_payload_of_another_origin_is_refused_although_it_would_fit(namespace, stated, words):
+    route = one_to_one(namespace)
+    identity = PayloadId(edge=route.edge, transfer_id="req", source_rank=0, target_rank=0)
+    [piece] = route.pieces()
+    sources = piece_sources(full_cache(), piece, 3)
+    plan = plan_piece(replace(identity, **stated), piece, sources, metadata=None, checksum=True)
+    endpoint = Endpoint(edge=route.edge, side="source", rank=0, peer_ranks=(0,), facts=route.facts())
+    with MemoryTransport(endpoint) as source, KVReceiver(route, 0, transport="memory") as receiver:
+        with source.reserve(identity, plan.nbytes) as slot:
+            plan.write_into(slot.buffer)
+            slot.publish()
+        with pytest.raises(RemoteProtocolError, match=f"says that it is {words}"):
             receiver.receive("req", timeout_s=10)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     agreement.add_argument("--ranks", type=_several(2), default=(2, 4, 8), help="numbers of ranks, e.g. 2,4,8")
     agreement.add_argument("--rounds", type=_at_least(MIN_VERDICTS), default=200, help="counted rounds, 25 or more")
     for command in (same_host, agreement):
-        command.add_argument("--json", type=Path, help="also write everything measured to this file")
+        command.add_argument("--json", type=_file_to_write, help="also write everything measured to this file")
         command.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     return parser
 
@@ -89,6 +90,14 @@ def run_agreement(options: argparse.Namespace, command: str) -> int:
         options.json.write_text(json.dumps(agreement_to_json(results, command), indent=2) + "\n")
     missed = options.check and not all(bar.passed for bar in judge_agreement(results))
     return EXIT_BAR_MISSED if missed else EXIT_OK
+
+
+def _file_to_write(text: str) -> Path:
+    path = Path(text)
+    # Asked before anything is measured, which takes minutes.
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def _several(least: int) -> Callable[[str], tuple[int, ...]]:
