@@ -32,6 +32,8 @@ MAX_HANDSHAKE_NBYTES = 256
 # Strangers who may stand at the door at once, beside the ranks that are awaited.
 MAX_STRANGERS = 128
 _RETRY_S = 0.005
+# A caller waits so much longer than the deadline, so that rank 0 is the one to say who is missing.
+_PATIENCE_S = 0.25
 _CREDENTIALS = struct.Struct("3i")
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -192,7 +194,7 @@ def join(
     except OSError as error:
         raise _cannot_join(rank, address, f"it cannot be reached ({error.strerror or error})") from error
     try:
-        _introduce(connection, rank, token, deadline)
+        _introduce(connection, rank, token, deadline + _PATIENCE_S)
     except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError, OSError) as error:
         connection.close()
         raise _cannot_join(rank, address, str(error)) from error

@@ -85,6 +85,9 @@ class Link:
             data = self.connection.recv(_READ_NBYTES)
         except BlockingIOError:
             return None
+        except ConnectionResetError:
+            # It closed with something of ours unread; what it said before has been read by now.
+            data = b""
         except OSError as error:
             self.ended = self._failure or f"the connection broke: {error.strerror or error}"
             return None

@@ -1,0 +1,161 @@
+"""The ledgers: holding a call whole comes to what the steps come to, in every order of arrival."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes
+from omnikv.core.verdict import rule
+from omnikv.errors import RemoteProtocolError
+from omnikv.groups import channel_ledger
+from omnikv.groups.channel_follower import FollowerLedger
+from omnikv.groups.channel_leader import LeaderLedger
+from omnikv.groups.channel_ledger import Call
+
+SIZE = 3
+STANDINGS = st.sampled_from(["have", "have", "have", "missing", "failed"])
+
+
+def a_ballot(standing="have", tokens="7", number=0):
+    facts = (("tokens", tokens),) if standing == "have" else ()
+    return Ballot(number, True, (RoleBallot("primary", standing, True, "", facts),))
+
+
+class Star:
+    """The ledgers of all ranks with a first-in first-out line between each follower and the leader."""
+
+    def __init__(self):
+        self.ledgers = [LeaderLedger(SIZE), *(FollowerLedger(rank, shares_clock=True) for rank in range(1, SIZE))]
+        self.to_leader = {rank: [] for rank in range(1, SIZE)}
+        self.to_follower = {rank: [] for rank in range(1, SIZE)}
+        self.sent = []
+
+    def cast(self, rank, votes):
+        call = Call(votes, math.inf if rank == 0 else 1e6)
+        self.ledgers[rank].cast(call)
+        call.foresee()
+        self.post(rank)
+        return call
+
+    def post(self, rank):
+        for peer, message in self.ledgers[rank].outgoing:
+            self.sent.append(message)
+            line = self.to_leader[rank] if rank else self.to_follower[peer]
+            line.append(msgspec.msgpack.encode(message))
+        self.ledgers[rank].outgoing.clear()
+
+    def deliver(self, rank, *, up):
+        """One message between `rank` and the leader, if one is under way."""
+        line = (self.to_leader if up else self.to_follower)[rank]
+        if line:
+            receiver = 0 if up else rank
+            self.ledgers[receiver].hear(rank if up else 0, line.pop(0))
+            self.post(receiver)
+
+    def settle(self):
+        while any(self.to_leader.values()) or any(self.to_follower.values()):
+            for rank in range(1, SIZE):
+                self.deliver(rank, up=True)
+                self.deliver(rank, up=False)
+
+    @property
+    def is_empty(self):
+        return not any(ledger._whole or ledger._requests or ledger.open_calls() for ledger in self.ledgers)
+
+
+@given(data=st.data())
+def test_any_grouping_and_order_of_votes_comes_to_the_rule_on_each_request(data):
+    star = Star()
+    keys = [f"r{at}" for at in range(data.draw(st.integers(1, 5)))]
+    ballots = {key: [a_ballot(data.draw(STANDINGS)) for _ in range(SIZE)] for key in keys}
+    calls = []
+    for rank in data.draw(st.permutations(range(SIZE))):
+        mine = data.draw(st.permutations(keys))
+        cut = data.draw(st.integers(0, len(mine)))
+        for part in (mine[:cut], mine[cut:]):
+            if part:
+                calls.append((rank, part, star.cast(rank, [(key, ballots[key][rank]) for key in part])))
+            for _ in range(data.draw(st.integers(0, 3))):
+                star.deliver(data.draw(st.integers(1, SIZE - 1)), up=data.draw(st.booleans()))
+    star.settle()
+    for rank, part, call in calls:
+        assert call.outcome(rank) == [rule(ballots[key]) for key in part]
+    if all(rule(votes).kind != "refetch" for votes in ballots.values()):
+        assert star.is_empty
+
+
+def test_votes_that_are_alike_are_kept_by_one_short_message_a_follower():
+    star = Star()
+    votes = [(f"r{at}", a_ballot()) for at in range(64)]
+    calls = [star.cast(rank, votes) for rank in range(SIZE)]
+    star.settle()
+    assert [type(message) for message in star.sent] == [Votes, Votes, Kept, Kept]
+    assert [call.outcome(rank) for rank, call in enumerate(calls)] == [[rule([a_ballot()])] * 64] * SIZE
+    assert star.is_empty
+
+
+def test_votes_that_are_alike_but_not_kept_get_their_rulings():
+    star = Star()
+    votes = [("r", a_ballot("missing")), ("s", a_ballot())]
+    calls = [star.cast(rank, votes) for rank in range(SIZE)]
+    star.settle()
+    assert [type(message) for message in star.sent] == [Votes, Votes, Rulings, Rulings]
+    assert {tuple(ruling.kind for ruling in call.outcome(0)) for call in calls} == {("refetch", "keep")}
+
+
+@given(lost_after=st.integers(0, 4), deliveries=st.lists(st.tuples(st.integers(1, 2), st.booleans()), max_size=6))
+def test_losing_a_follower_at_any_moment_gives_the_others_one_ruling(lost_after, deliveries):
+    star = Star()
+    votes = [("r", a_ballot()), ("s", a_ballot())]
+    calls = []
+    for step, (rank, up) in enumerate([*deliveries, (1, True)]):
+        if step < SIZE:
+            calls.append((step, star.cast(step, votes)))
+        if step == lost_after:
+            star.ledgers[0].lose(2, "killed")
+            star.post(0)
+            star.to_leader[2].clear()
+        elif rank == 1 or step < lost_after:
+            star.deliver(rank, up=up)
+    if lost_after <= len(deliveries):
+        # Nothing of a lost rank is read any more.
+        star.to_leader[2].clear()
+    star.settle()
+    known = {rank: call.outcome(rank) for rank, call in calls if rank < 2 and not call.left}
+    if 0 in known and 1 in known:
+        assert known[0] == known[1]
+
+
+def test_a_due_of_one_request_ends_the_waiting_for_that_one_alone():
+    leader = LeaderLedger(SIZE)
+    call = Call([("r", a_ballot()), ("s", a_ballot())], 100.0)
+    leader.cast(call)
+    encoded = msgspec.msgpack.encode([("r", a_ballot())])
+    leader.hear(1, msgspec.msgpack.encode(Votes(0, 5_000_000, encoded)))
+    assert call.due == 5.0
+    leader.expire(call, 6.0)
+    assert call.due == 100.0
+    leader.expire(call, 101.0)
+    assert [ruling.kind for ruling in call.outcome(0)] == ["drop", "drop"]
+    assert call.outcome(0)[0].causes == ((2, "", "did not vote by the deadline"),)
+
+
+def test_a_peer_far_ahead_of_everybody_is_refused(monkeypatch):
+    monkeypatch.setattr(channel_ledger, "MAX_OPEN_REQUESTS", 3)
+    votes = [msgspec.msgpack.encode([(f"r{at}", a_ballot())]) for at in range(4)]
+    leader = LeaderLedger(SIZE)
+    for encoded in votes[:3]:
+        leader.hear(1, msgspec.msgpack.encode(Votes(0, 0, encoded)))
+    with pytest.raises(RemoteProtocolError, match="more than 3 requests ahead"):
+        leader.hear(1, msgspec.msgpack.encode(Votes(0, 0, votes[3])))
+
+
+def test_a_call_holds_no_reference_to_itself():
+    # Votes are made by the thousand; each must be gone when its caller lets go of it, not when the collector comes.
+    call = Call([("r", a_ballot())], 1.0)
+    assert not any(call is value for value in call.keys.values())
