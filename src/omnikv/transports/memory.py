@@ -10,6 +10,7 @@ against, and the transport of tests and of stages that live in one process.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -44,6 +45,16 @@ class _Exchange:
 
 _exchanges: dict[Edge, _Exchange] = {}
 _exchanges_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """A child shares no memory with its parent's endpoints, and may find the lock held by a thread that it has not."""
+    global _exchanges_lock
+    _exchanges_lock = threading.Lock()
+    _exchanges.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _aligned_block(nbytes: int) -> memoryview:
@@ -258,8 +269,8 @@ class MemoryTransport(Transport):
             self._ledger.clear()
             for other in self._exchange.endpoints.values():
                 other._ledger.leave(self)
-            if not self._exchange.endpoints:
-                _exchanges.pop(self._endpoint.edge, None)
+            if not self._exchange.endpoints and _exchanges.get(self._endpoint.edge) is self._exchange:
+                del _exchanges[self._endpoint.edge]
             self._exchange.changed.ring()
 
     def publish(self, entry: Entry[memoryview]) -> None:
