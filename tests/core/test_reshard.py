@@ -92,6 +92,7 @@ def test_a_rank_knows_its_own_pieces():
         (((0, 0),), ((0,),), "names a head twice"),
         (((-1,),), ((0,),), "no integers of at least 0"),
         (((True,),), ((0,),), "no integers of at least 0"),
+        ((0, 1), ((0,),), "the source stage must be one list of KV-head ids a rank, got (0, 1)"),
         (((0,), (1,)), ((0, 1, 2),), "no source holds head 2, which target rank 0 needs; sources hold 0 | 1"),
     ],
 )
@@ -99,6 +100,17 @@ def test_a_route_that_cannot_work_is_refused_when_it_is_made(source, target, mes
     with pytest.raises(TopologyError) as caught:
         Route(edge=EDGE, source_heads=source, target_heads=target)
     assert message in str(caught.value)
+
+
+def test_a_route_between_no_stages_is_refused():
+    with pytest.raises(TopologyError, match="needs an Edge between two stages, got None"):
+        Route(edge=None, source_heads=((0,),), target_heads=((0,),))
+
+
+@pytest.mark.parametrize("sizes", [(3.0, 1), ("3", 1), (3, None), (True, 1)])
+def test_sizes_that_are_no_integers_are_refused(sizes):
+    with pytest.raises(TopologyError, match="num_kv_heads and tp_size must be positive integers"):
+        split_heads(*sizes)
 
 
 def test_a_rank_outside_the_route_is_named():

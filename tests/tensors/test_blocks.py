@@ -100,6 +100,27 @@ def test_a_block_given_twice_is_an_error_that_names_it():
         PagedKV([_cache()], [2, 1, 2], 12, STACKED)
 
 
+@pytest.mark.parametrize("layout", [None, "packed"])
+def test_a_layout_that_is_none_is_an_error(layout):
+    with pytest.raises(ConfigError, match=f"layout must be a BlockLayout, .*, got {layout!r}"):
+        PagedKV([_cache()], [0], 1, layout)
+
+
+def test_caches_that_are_none_are_an_error():
+    with pytest.raises(ConfigError, match="kv_caches must be the KV cache of every layer, in order, got None"):
+        PagedKV(None, [0], 1, STACKED)
+
+
+def test_a_paged_request_shows_itself_without_the_cache():
+    assert repr(PagedKV([_cache()], [0], 1, STACKED)).startswith("PagedKV(block_ids=[0], num_tokens=1, layout=")
+
+
+@pytest.mark.parametrize("block_ids", [None, 5])
+def test_block_ids_that_are_no_list_are_an_error(block_ids):
+    with pytest.raises(ConfigError, match=f"block ids must be whole numbers, got {block_ids}"):
+        PagedKV([_cache()], block_ids, 1, STACKED)
+
+
 def test_block_ids_that_are_no_whole_numbers_are_an_error():
     with pytest.raises(ConfigError, match=r"block ids must be whole numbers, got \[0, 1.5\]"):
         PagedKV([_cache()], [0, 1.5], 4, STACKED)

@@ -39,8 +39,8 @@ def split_heads(num_kv_heads: int, tp_size: int) -> tuple[HeadIds, ...]:
     Raises:
         TopologyError: a count is not positive, or more ranks than heads are no multiple of the heads.
     """
-    if num_kv_heads <= 0 or tp_size <= 0:
-        raise TopologyError(f"num_kv_heads and tp_size must be positive, got {num_kv_heads} and {tp_size}")
+    if type(num_kv_heads) is not int or type(tp_size) is not int or num_kv_heads <= 0 or tp_size <= 0:
+        raise TopologyError(f"num_kv_heads and tp_size must be positive integers, got {num_kv_heads!r} and {tp_size!r}")
     if tp_size <= num_kv_heads:
         base, extra = divmod(num_kv_heads, tp_size)
         starts = [rank * base + min(rank, extra) for rank in range(tp_size + 1)]
@@ -71,6 +71,8 @@ class Route:
     target_heads: tuple[HeadIds, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.edge, Edge):
+            raise TopologyError(f"a route needs an Edge between two stages, got {self.edge!r}")
         object.__setattr__(self, "source_heads", _checked_heads(self.source_heads, "source"))
         object.__setattr__(self, "target_heads", _checked_heads(self.target_heads, "target"))
         plan_heads(self.source_heads, self.target_heads)
@@ -175,7 +177,10 @@ def _piece(source_rank: int, target_rank: int, heads: HeadIds, source_order: Hea
 def _checked_heads(stage: Sequence[Sequence[int]], side: str) -> tuple[HeadIds, ...]:
     if not stage:
         raise TopologyError(f"the {side} stage has no ranks: give one list of KV-head ids a rank")
-    ranks = tuple(tuple(heads) for heads in stage)
+    try:
+        ranks = tuple(tuple(heads) for heads in stage)
+    except TypeError as error:
+        raise TopologyError(f"the {side} stage must be one list of KV-head ids a rank, got {stage!r}") from error
     for rank, heads in enumerate(ranks):
         if not heads:
             raise TopologyError(f"{side} rank {rank} holds no KV heads: state at least one global head id")

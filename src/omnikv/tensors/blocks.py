@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -60,7 +60,8 @@ class PagedKV:
             not positive or more than the blocks hold; a block id that is not in a layer's pool, or that comes twice.
     """
 
-    kv_caches: Sequence[LayerCache]
+    # Not shown: a log line would print an engine's whole cache.
+    kv_caches: Sequence[LayerCache] = field(repr=False)
     block_ids: Sequence[int]
     num_tokens: int
     layout: BlockLayout
@@ -216,6 +217,10 @@ class _TokenSpan:
 
 
 def _layer_views(kv_caches: Sequence[LayerCache], layout: BlockLayout) -> tuple[BlockViews, ...]:
+    if not isinstance(layout, BlockLayout):
+        raise ConfigError(f"layout must be a BlockLayout, which declares how the caches lie, got {layout!r}")
+    if not isinstance(kv_caches, Iterable):
+        raise ConfigError(f"kv_caches must be the KV cache of every layer, in order, got {kv_caches!r}")
     layers = tuple(layout.views(cache, layer=number) for number, cache in enumerate(kv_caches))
     if not layers:
         raise ConfigError("there are no layers; pass the KV cache of every layer")
@@ -255,7 +260,8 @@ def _checked_ids(block_ids: Sequence[int]) -> tuple[int, ...]:
     try:
         ids = tuple(operator.index(block) for block in block_ids)
     except TypeError as error:
-        raise ConfigError(f"block ids must be whole numbers, got {_some(block_ids)}") from error
+        shown = _some(block_ids) if isinstance(block_ids, Sequence) else repr(block_ids)
+        raise ConfigError(f"block ids must be whole numbers, got {shown}") from error
     if len(set(ids)) < len(ids):
         twice = sorted(block for block, times in Counter(ids).items() if times > 1)
         raise ConfigError(f"block ids {_some(twice)} come more than once; a request owns each of its blocks once")
