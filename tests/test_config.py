@@ -25,9 +25,10 @@ def test_an_unknown_setting_is_named_with_the_known_ones():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"receive_timeout_s": 0}, "receive_timeout_s must be a number of seconds above 0, got 0"),
+        ({"receive_timeout_s": 0}, "receive_timeout_s must be a finite number of seconds above 0, got 0"),
+        ({"slice_s": float("inf")}, "slice_s must be a finite number"),
         ({"receive_timeout_s": float("nan")}, "above 0"),
-        ({"vote_timeout_s": True}, "vote_timeout_s must be a number"),
+        ({"vote_timeout_s": True}, "vote_timeout_s must be a finite number"),
         ({"transport": ""}, "name of a transport"),
         ({"options": [1]}, "options must map"),
         ({"checksum": 1}, "checksum must be true, false or unset"),

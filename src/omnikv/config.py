@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -43,8 +44,8 @@ class HandoffConfig:
             raise ConfigError(f"options must map option names to values, got {self.options!r}")
         for name in ("receive_timeout_s", "vote_timeout_s", "slice_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a finite number of seconds above 0, got {value!r}")
             # 30 and 30.0 are one setting, and give one fingerprint.
             object.__setattr__(self, name, float(value))
         if self.checksum is not None and not isinstance(self.checksum, bool):

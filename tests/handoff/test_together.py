@@ -287,3 +287,14 @@ def wait_for_rounds(asked, *, source_rank, at_least):
     while asked.count(source_rank) < at_least:
         assert time.monotonic() < give_up, asked
         os.sched_yield()
+
+
+def test_a_group_may_wait_without_end(transport, namespace):
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=2, namespace=namespace)
+    with stages(route, transport, groups=ThreadGroup.create(2)) as ([sender], receivers), ThreadPoolExecutor(2) as pool:
+        outcomes = [pool.submit(receiver.receive_together, "req", timeout_s=float("inf")) for receiver in receivers]
+        sender.send("req", full_cache(num_heads=2))
+        for waiting in outcomes:
+            outcome = waiting.result(timeout=60)
+            assert outcome.verdict == "keep"
+            outcome.close()

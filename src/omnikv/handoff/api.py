@@ -31,6 +31,9 @@ __all__ = ["KVReceiver", "KVSender", "Outcome", "ReceivedKV", "SendReport"]
 
 logger = logging.getLogger("omnikv.handoff")
 
+# What an infinite timeout means: longer than any process lives, and short enough for every clock, lock and backend.
+FOREVER_S = 1e9
+
 
 class _RouteEnd:
     """What both ends share: this rank's pieces of the route, and the transport that serves them."""
@@ -262,4 +265,4 @@ def _as_agreement(group: Group | Agreement, config: HandoffConfig) -> Agreement:
 def _seconds(timeout_s: object) -> float:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or math.isnan(timeout_s):
         raise ConfigError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
-    return timeout_s
+    return min(timeout_s, FOREVER_S)
