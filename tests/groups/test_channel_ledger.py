@@ -38,7 +38,7 @@ class Star:
     def cast(self, rank, votes):
         call = Call(votes, math.inf if rank == 0 else 1e6)
         self.ledgers[rank].cast(call)
-        call.foresee()
+        self.ledgers[rank].foresee(call)
         self.post(rank)
         return call
 

@@ -21,18 +21,28 @@ class FollowerLedger(Ledger[FollowerState]):
         self._rank = rank
         self._shares_clock = shares_clock
         self._number = 0
-        self._sent: dict[int, Call] = {}
+        # Whole calls by the very bytes of the message that would keep them: the usual answer needs no decoding.
+        self._kept_by: dict[bytes, Call] = {}
 
     def cast(self, call: Call) -> None:
-        if self._is_new(call):
-            self._whole.update(dict.fromkeys(call.keys, call))
-            self._sent[self._number] = call
-            call.heard[self._rank] = self._number
-            self._report(call, call.encoded)
-        else:
+        if not self._is_new(call):
             self._cast_each(call)
+            return
+        self._whole.update(dict.fromkeys(call.keys, call))
+        call.number = self._report(call, call.encoded)
+
+    def foresee(self, call: Call) -> None:
+        call.foresee()
+        if call.number >= 0 and call.hopes is not None:
+            self._kept_by[encode(Kept(call.number))] = call
 
     def hear(self, rank: int, payload: bytes) -> None:
+        call = self._kept_by.pop(payload, None)
+        if call is not None:
+            for key in call.keys:
+                del self._whole[key]
+            call.fulfil()
+            return
         try:
             message = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -40,15 +50,9 @@ class FollowerLedger(Ledger[FollowerState]):
         if isinstance(message, Rulings):
             for key, ruling in message.rulings:
                 self._hear_one(key, ruling)
-            return
-        call = self._sent.pop(message.number, None)
-        if call is not None and call.hopes is not None:
-            for key in call.keys:
-                del self._whole[key]
-            call.fulfil()
-        elif call is not None or message.number >= self._number:
+        elif message.number >= self._number or not self.broken:
+            # Once broken, this may answer a vote that is in doubt by now.
             raise RemoteProtocolError(f"it kept message {message.number}, which has no ballots to keep")
-        # Else its deadline passed here, so this rank is in doubt already.
 
     def lose(self, rank: int, cause: str) -> None:
         for call in set(self._whole.values()):
@@ -93,15 +97,17 @@ class FollowerLedger(Ledger[FollowerState]):
             self._keep_request(request)
             self._commit(request, state, effects)
 
-    def _report(self, call: Call, encoded: bytes) -> None:
+    def _report(self, call: Call, encoded: bytes) -> int:
         due_us = max(int(call.deadline * 1e6), 1) if self._shares_clock else 0
-        self.outgoing.append((LEADER, Votes(self._number, due_us, encoded)))
-        self._number += 1
+        number = self._number
+        self._number = number + 1
+        self.outgoing.append((LEADER, Votes(number, due_us, encoded)))
+        return number
 
     def _open(self, call: Call) -> None:
         for key in call.keys:
             del self._whole[key]
-        self._sent.pop(call.heard[self._rank], None)
+        self._kept_by.pop(encode(Kept(call.number)), None)
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())
             request.call, request.index = call, index

@@ -52,6 +52,7 @@ class Call:
         "is_first_round",
         "keys",
         "left",
+        "number",
         "rulings",
         "votes",
         "watch",
@@ -89,8 +90,10 @@ class Call:
             )
         self.rulings: dict[int, Ruling] = {}
         self.doubts: dict[int, str] = {}
-        # What each ballot comes to if all ranks cast the same, and which message of which rank did so far.
+        # What each ballot comes to if all ranks cast the same; while it is whole, the number of this follower's own
+        # message, and at the leader those of the ranks that cast the same so far.
         self.hopes: list[Ruling] | None = None
+        self.number = -1
         self.heard: dict[int, int] = {}
         # Who sleeps until this call changes, and the set of calls that nobody waits for, while it is in there.
         self.bell: threading.Condition | None = None
@@ -196,6 +199,10 @@ class Ledger(ABC, Generic[State]):
         Raises:
             LocalProtocolError: a vote on one of the keys is open, or its round is another; nothing was cast then.
         """
+
+    def foresee(self, call: Call) -> None:
+        """Nothing; prepares, right after `cast` and while peers are at work, what is needed when they answer."""
+        call.foresee()
 
     @abstractmethod
     def hear(self, rank: int, payload: bytes) -> None:

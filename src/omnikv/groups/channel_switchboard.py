@@ -123,7 +123,7 @@ class Switchboard:
         if self._ledger.outgoing:
             self._send_outgoing()
         if call.left:
-            call.foresee()
+            self._ledger.foresee(call)
 
     def _wait(self, call: Call) -> None:
         try:
