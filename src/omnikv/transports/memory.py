@@ -165,11 +165,12 @@ class MemoryTransport(Transport):
             self._require_open()
             entry = self._ledger.reserve(payload, nbytes)
             try:
-                self._take(payload, nbytes)
-            except PutRejected:
+                block = self._allocate(payload, nbytes)
+            except BaseException:
                 self._ledger.drop(entry)
                 raise
-            entry.room = block = _aligned_block(nbytes)
+            entry.room = block
+            self._used_nbytes += nbytes
             return MemorySlot(self, entry, block)
 
     def get(self, payload: PayloadId, *, deadline: float) -> MemoryLease | None:
@@ -311,18 +312,26 @@ class MemoryTransport(Transport):
                 rank=source._endpoint.rank,
             )
 
-    def _take(self, payload: PayloadId, nbytes: int) -> None:
-        if self._pool_nbytes is not None and self._used_nbytes + nbytes > self._pool_nbytes:
-            error = PutRejected(
-                f"memory: no room for {nbytes} bytes: {self._used_nbytes} of pool_nbytes={self._pool_nbytes} are in "
-                "use; wait for acknowledgements or raise pool_nbytes",
-                transport=self.name,
-                request_id=payload.transfer_id,
-                key=payload.encode(),
-            )
-            error.retryable = nbytes <= self._pool_nbytes
-            raise error
-        self._used_nbytes += nbytes
+    def _allocate(self, payload: PayloadId, nbytes: int) -> memoryview:
+        limit = self._pool_nbytes
+        if limit is not None and self._used_nbytes + nbytes > limit:
+            why = f"{self._used_nbytes} of pool_nbytes={limit} are in use"
+            raise _no_room(payload, nbytes, why, retryable=nbytes <= limit)
+        try:
+            return _aligned_block(nbytes)
+        except MemoryError as error:
+            raise _no_room(payload, nbytes, "the system gives no more memory", retryable=True) from error
 
     def _free(self, block: memoryview) -> None:
         self._used_nbytes -= block.nbytes
+
+
+def _no_room(payload: PayloadId, nbytes: int, why: str, *, retryable: bool) -> PutRejected:
+    return PutRejected(
+        f"memory: no room for {nbytes} bytes: {why}; wait for acknowledgements or raise pool_nbytes",
+        retryable=retryable,
+        transport="memory",
+        request_id=payload.transfer_id,
+        key=payload.encode(),
+        rank=payload.source_rank,
+    )

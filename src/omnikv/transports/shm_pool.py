@@ -239,11 +239,11 @@ class Pool:
 
 
 def _no_room(nbytes: int, why: str) -> PutRejected:
-    error = PutRejected(
-        f"shm: no room for {nbytes} bytes: {why}; wait for acknowledgements or change pool_nbytes", transport="shm"
+    return PutRejected(
+        f"shm: no room for {nbytes} bytes: {why}; wait for acknowledgements or change pool_nbytes",
+        retryable=True,
+        transport="shm",
     )
-    error.retryable = True
-    return error
 
 
 def _round_up(nbytes: int) -> int:

@@ -80,8 +80,10 @@ class ShmSource:
             entry = self._ledger.reserve(payload, nbytes)
         try:
             room = self._pool.take(nbytes)
-        except (PutRejected, TransportError) as error:
-            error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
+        except BaseException as error:
+            # Growing takes long enough to be interrupted; the identity must be free again whatever ends it.
+            if isinstance(error, PutRejected | TransportError):
+                error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
             with self._lock:
                 self._ledger.drop(entry)
             raise
