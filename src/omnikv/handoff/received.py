@@ -14,7 +14,10 @@ from omnikv.transports.base import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedPiece:
-    """What came from one source rank: global head ids, the payload's size, and how long after the receive began it was here."""
+    """What came from one source rank: global head ids and the payload's size.
+
+    `waited_s` is how long after the receive began it was here.
+    """
 
     source_rank: int
     heads: HeadIds

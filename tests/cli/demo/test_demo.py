@@ -98,6 +98,15 @@ def test_an_outcome_in_place_of_a_directory_is_refused_before_anything_starts(ti
     assert "Starting" not in done.stderr
 
 
+@pytest.fixture
+def heeds_signals():
+    """Children heed SIGINT even where this process was started in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_demo_that_is_stopped_leaves_nothing_behind(tiny_model_dir, tmp_path, number):
     command = [sys.executable, "-m", "omnikv.cli", "demo", "--model", str(tiny_model_dir)]
