@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,11 @@ def test_every_module_imports_alone():
         if parts[-1] == "__main__" or parts[:1] == ("cli",):
             continue
         importlib.import_module(".".join(("omnikv", *(part for part in parts if part != "__init__"))))
+
+
+def test_the_contract_on_msgspec_names_every_module_of_core():
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    contract = project.read_text().split('name = "msgspec in core only for messages"')[1].split("]")[0]
+    core = Path(omnikv.__file__).parent / "core"
+    modules = {path.stem for path in core.glob("*.py")} - {"__init__", "messages"}
+    assert set(re.findall(r'"omnikv\.core\.(\w+)"', contract)) == modules
