@@ -183,6 +183,7 @@ def test_a_row_or_padding_that_is_not_there_is_refused(model, choice, message):
     [
         ([(torch.ones(6, 2, 8), torch.ones(6, 2, 8))] * 2, "has 3 layers, 2 were handed over"),
         ([(torch.ones(6, 16), torch.ones(6, 2, 8))] * 3, r"got \(6, 16\)"),
+        ([(torch.ones(6, 2, 8), torch.ones(6, 1, 8))] * 3, "layer 0 has 2 heads of keys and 1 of values"),
         ([(torch.ones(6, 2, 8), torch.ones(5, 2, 8))] * 3, r"different numbers of tokens, \[5, 6\]"),
     ],
 )

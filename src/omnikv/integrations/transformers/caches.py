@@ -97,3 +97,6 @@ def _require_plain(into: Sequence[Any], layers: Sequence[LayerKV | tuple[torch.T
         raise ConfigError(f"keys and values must have the shape [tokens, kv_heads, head_dim], got {flat[0]}")
     if len(tokens) > 1:
         raise ConfigError(f"the layers hold different numbers of tokens, {sorted(tokens)}: are all of one request?")
+    for index, (key, value) in enumerate(layers):
+        if key.shape[1] != value.shape[1]:
+            raise ConfigError(f"layer {index} has {key.shape[1]} heads of keys and {value.shape[1]} of values")
