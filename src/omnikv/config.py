@@ -23,7 +23,8 @@ class HandoffConfig:
         options: keyword options of that transport.
         receive_timeout_s: how long a receive waits for its payloads when the call does not say.
         vote_timeout_s: how long after the receive's deadline a rank waits for its group's ruling.
-        slice_s: how long a round of a receive in a group waits before the ranks vote on how it goes.
+        slice_s: how long a round of a receive in a group waits before the ranks vote on how it goes; longer where a
+            request's time would hold more rounds than a vote has.
         checksum: whether senders carry a checksum of the payload; None means wherever the bytes leave shared memory.
 
     Raises:

@@ -268,3 +268,19 @@ def test_a_sender_without_descriptors_lets_peers_in_once_it_has_some(world):
             assert bytes(lease.buffer) == b"payload"
             lease.acknowledge()
         assert int(process.stdout.readline()) >= 1
+
+
+def test_an_end_whose_thread_died_says_of_what(world, monkeypatch):
+    def stumble(link, message, fds):
+        raise ZeroDivisionError("a mistake of ours")
+
+    source, target = world.open("source"), world.open("target")
+    monkeypatch.setattr(source._source, "handle", stumble)
+    with pytest.raises(ProducerFailed, match="closed its connection"):
+        target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S)
+    source._loop._thread.join(SOON_S)
+    with pytest.raises(
+        TransportError, match=r"ended by an error .* ZeroDivisionError\('a mistake of ours'\)"
+    ) as caught:
+        source.reserve(world.payload("r1"), 10)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -166,7 +166,9 @@ class ShmTransport(Transport):
                 transport=self.name,
             )
         if self._closed or self._loop.has_ended:
-            raise TransportError(f"shm: {describe(self._endpoint)} is closed", transport=self.name)
+            ended_by = self._loop.ended_by
+            why = "is closed" if ended_by is None else f"has ended by an error that nobody foresaw: {ended_by!r}"
+            raise TransportError(f"shm: {describe(self._endpoint)} {why}", transport=self.name) from ended_by
 
 
 def _hello_of(endpoint: Endpoint, incarnation: str) -> Hello:

@@ -70,6 +70,8 @@ class LinkLoop:
 
     def __init__(self, endpoint: Endpoint, hello: Hello, role: Role, lock: threading.Lock) -> None:
         self.counters: dict[str, int] = {}
+        # What ended the thread, where it was not `close`.
+        self.ended_by: BaseException | None = None
         self._endpoint = endpoint
         self._hello = hello
         self._role = role
@@ -165,6 +167,7 @@ class LinkLoop:
             error = caught
         with self.lock:
             self._closing = True
+            self.ended_by = error
             self._tear_down(error)
 
     def _serve(self) -> bool:
