@@ -32,9 +32,9 @@ class FollowerLedger(Ledger[FollowerState]):
         call.number = self._report(call, call.encoded)
 
     def foresee(self, call: Call) -> None:
-        call.foresee()
-        if call.number >= 0 and call.hopes is not None:
+        if call.number >= 0 and call.can_be_kept:
             self._kept_by[encode(Kept(call.number))] = call
+            call.foresee()
 
     def hear(self, rank: int, payload: bytes) -> None:
         call = self._kept_by.pop(payload, None)

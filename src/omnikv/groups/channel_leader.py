@@ -72,9 +72,7 @@ class LeaderLedger(Ledger[LeaderState]):
 
     def _conclude_whole(self, call: Call) -> None:
         """Nothing; every rank cast the very ballots of `call`."""
-        if not call.hopes:
-            call.foresee()
-        if call.hopes is None:
+        if not call.can_be_kept:
             self._open(call)
             self._seal()
             return

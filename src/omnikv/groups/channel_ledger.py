@@ -43,6 +43,7 @@ class Call:
     # Every vote goes through here, so it is one pass with few calls: see `python -m omnikv.bench agreement`.
     __slots__ = (
         "bell",
+        "can_be_kept",
         "deadline",
         "doubts",
         "due",
@@ -68,6 +69,8 @@ class Call:
         self.deadline = deadline
         self.due = deadline + grace_s
         self.is_first_round = True
+        # Whether `rule` keeps each ballot if all ranks cast the same in the first round.
+        self.can_be_kept = True
         # A dict for its order; it must not hold the call itself, which would then be left to the garbage collector.
         self.keys: dict[str, None] = {}
         for key, ballot in votes:
@@ -76,6 +79,9 @@ class Call:
             self.keys[key] = None
             if ballot.round:
                 self.is_first_round = False
+            for entry in ballot.roles:
+                if entry.standing != "have":
+                    self.can_be_kept = False
         self.left = len(self.keys)
         if self.left < len(votes):
             raise ConfigError("the keys of ballots that are cast together must differ")
@@ -99,23 +105,18 @@ class Call:
         self.bell: threading.Condition | None = None
         self.watch: set[Call] | None = None
 
-    def foresee(self) -> None:
-        """Nothing; works out, while peers are at work, what `rule` comes to if all of them cast the same ballots.
-
-        `hopes` stays None where one of the ballots would not simply be kept.
-        """
-        known: dict[tuple[str, ...], Ruling] = {}
-        hopes = []
-        for _, ballot in self.votes:
-            roles = ballot.roles
-            names = tuple([entry.role for entry in roles if entry.standing == "have"])
-            if len(names) < len(roles):
-                return
-            ruling = known.get(names)
-            if ruling is None:
-                ruling = known[names] = Ruling("keep", 0, usable=names)
-            hopes.append(ruling)
-        self.hopes = hopes
+    def foresee(self) -> list[Ruling]:
+        """What `rule` comes to on each ballot if all ranks cast the same and each can be kept; worked out once."""
+        if self.hopes is None:
+            known: dict[tuple[str, ...], Ruling] = {}
+            self.hopes = []
+            for _, ballot in self.votes:
+                names = tuple([entry.role for entry in ballot.roles])
+                ruling = known.get(names)
+                if ruling is None:
+                    ruling = known[names] = Ruling("keep", 0, usable=names)
+                self.hopes.append(ruling)
+        return self.hopes
 
     def fulfil(self) -> None:
         """Nothing; every request came to what was hoped for."""
@@ -154,8 +155,8 @@ class Call:
             VerdictInDoubt: one of them could not be learnt.
         """
         if not self.doubts:
-            if not self.rulings and self.hopes is not None:
-                return self.hopes
+            if not self.rulings:
+                return self.foresee()
             return [self.rulings[index] for index in range(len(self.votes))]
         index, cause = next(iter(self.doubts.items()))
         key = self.votes[index][0]
@@ -202,7 +203,6 @@ class Ledger(ABC, Generic[State]):
 
     def foresee(self, call: Call) -> None:
         """Nothing; prepares, right after `cast` and while peers are at work, what is needed when they answer."""
-        call.foresee()
 
     @abstractmethod
     def hear(self, rank: int, payload: bytes) -> None:
