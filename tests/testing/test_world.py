@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 import sys
@@ -12,12 +11,11 @@ import pytest
 import omnikv.testing
 from omnikv.core.messages import Ballot, RoleBallot, Ruling
 from omnikv.errors import LocalProtocolError
-from omnikv.handoff.agree import Schedule
 from omnikv.testing.mutants import MUTANTS
 from omnikv.testing.steps import Steps
 from omnikv.testing.world import World, main
 from omnikv.testing.world_clock import VirtualClock
-from omnikv.testing.world_faults import Dice, Fate, Part, Times
+from omnikv.testing.world_faults import Dice, Fate, Part
 from omnikv.testing.world_links import Link
 from omnikv.testing.world_oracle import Aftermath, Ending, judge
 from omnikv.testing.world_payloads import Payloads
@@ -97,14 +95,6 @@ def test_the_command_says_how_many_worlds_it_ran(capsys):
 def test_sizes_may_be_given():
     report = World(5, ranks=6, requests=3).run()
     assert (report.ranks, report.requests, report.wrongs) == (6, 3, ())
-
-
-def test_rounds_end_when_those_of_a_real_handoff_do():
-    dice, times = random.Random(4), Times()
-    for _ in range(500):
-        started_s, timeout_s, number = dice.uniform(0, 9), dice.uniform(0.1, 3), dice.randrange(12)
-        schedule = Schedule.starting(started_s, timeout_s, vote_timeout_s=1.0, slice_s=times.slice_s)
-        assert times.slice_end_s(started_s, timeout_s, number) == schedule.slice_end(number)
 
 
 def test_the_dice_of_one_seed_fall_alike():

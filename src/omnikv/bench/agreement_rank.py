@@ -83,15 +83,15 @@ def main(task: RankTask) -> None:
 
 
 def ballot_of(number: int) -> Ballot:
-    """A ballot such as receivers cast: two roles that arrived, each with the facts that must agree."""
+    """A ballot such as a receive of one payload casts: its role arrived, with the facts that must agree."""
     facts = (
-        ("attempt", "0"),
-        ("digest", f"{number:032x}"),
         ("dtype", "bfloat16"),
+        ("layer shapes", f"{number:016x}"),
         ("layers", "32"),
+        ("metadata", f"{number + 1:016x}"),
         ("tokens", str(512 + number)),
     )
-    return Ballot(0, True, tuple(RoleBallot(role, "have", True, "", facts) for role in ("cfg_text", "primary")))
+    return Ballot(0, True, (RoleBallot("primary", "have", True, "", facts),))
 
 
 def _deadline() -> float:

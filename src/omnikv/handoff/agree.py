@@ -19,6 +19,7 @@ from typing import Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
 from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_reason
+from omnikv.core.rounds import round_end
 from omnikv.core.verdict import MAX_ROUNDS, spell_cause, spell_causes
 from omnikv.errors import Dropped, LocalProtocolError
 from omnikv.groups.base import Agreement
@@ -32,8 +33,6 @@ logger = logging.getLogger("omnikv.agree")
 Facts = tuple[tuple[str, str], ...]
 
 _MAX_CAUSE_CHARS = 500
-# A round that would leave less than this of the request's time is the last one.
-_WORTH_A_ROUND_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +91,9 @@ class Schedule:
 
     @classmethod
     def starting(cls, now: float, timeout_s: float, *, vote_timeout_s: float, slice_s: float) -> Schedule:
-        """The schedule of a request that starts `now`; slices grow where there would be too many of them."""
+        """The schedule of a request that starts `now`."""
         deadline = now + timeout_s
-        return cls(
-            started=now,
-            deadline=deadline,
-            vote_deadline=deadline + vote_timeout_s,
-            slice_s=max(slice_s, timeout_s / (MAX_ROUNDS - 1)),
-        )
-
-    def slice_end(self, number: int) -> tuple[float, bool]:
-        """When round `number` stops waiting, and whether the request's time allows another round after it."""
-        end = self.started + self.slice_s * (number + 1)
-        if number + 1 >= MAX_ROUNDS or end > self.deadline - _WORTH_A_ROUND_S:
-            return self.deadline, False
-        return end, True
+        return cls(started=now, deadline=deadline, vote_deadline=deadline + vote_timeout_s, slice_s=slice_s)
 
 
 def receive_and_vote(
@@ -153,7 +140,7 @@ def _outcome(fetches: Sequence[RoleFetch], ruling: Ruling) -> Outcome:
 
 
 def _fetch_and_cast(number: int, transport: Transport, fetches: Mapping[RoleFetch, bool], schedule: Schedule) -> Ballot:
-    end, can_refetch = schedule.slice_end(number)
+    end, can_refetch = round_end(schedule.started, schedule.deadline, schedule.slice_s, number)
     unforeseen: Exception | None = None
     try:
         gather(transport, fetches, deadline=end)

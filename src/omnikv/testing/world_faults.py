@@ -6,9 +6,6 @@ import random
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# A round that would leave less than this of a request's time is the last one.
-WORTH_A_ROUND_S = 0.02
-
 
 class Part(NamedTuple):
     """One payload's name: request key, receiving rank, role, and source rank. Another try asks for the same ones."""
@@ -62,13 +59,6 @@ class Times:
     grace_s: float = 0.25
     start_skew_s: float = 0.05
     longest_latency_s: float = 0.02
-
-    def slice_end_s(self, started_s: float, timeout_s: float, number: int) -> tuple[float, bool]:
-        """When round `number` stops waiting, and whether there is time for another: as `omnikv.handoff` schedules."""
-        end_s = started_s + self.slice_s * (number + 1)
-        if end_s > started_s + timeout_s - WORTH_A_ROUND_S:
-            return started_s + timeout_s, False
-        return end_s, True
 
 
 class Dice:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.rounds import round_end
 from omnikv.errors import LocalProtocolError
 from omnikv.testing.world_clock import Action, VirtualClock
 from omnikv.testing.world_faults import Fate, Part, Request, Times
@@ -113,7 +114,7 @@ class RankProcess:
         self._fetch(run)
 
     def _slice_end(self, run: Run) -> tuple[float, bool]:
-        return self._world.times.slice_end_s(run.started_s, run.request.timeout_s, run.round)
+        return round_end(run.started_s, run.started_s + run.request.timeout_s, self._world.times.slice_s, run.round)
 
     def _fetch(self, run: Run) -> None:
         for role, _ in run.request.roles:
