@@ -13,9 +13,9 @@ from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes
 from omnikv.core.verdict import rule
 from omnikv.errors import RemoteProtocolError
 from omnikv.groups import channel_ledger
+from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
-from omnikv.groups.channel_ledger import Call
 
 SIZE = 3
 STANDINGS = st.sampled_from(["have", "have", "have", "missing", "failed"])

@@ -22,8 +22,8 @@ from typing import Literal
 
 from omnikv.core.messages import Ballot, Ruling
 from omnikv.groups.base import Agreement, Group
+from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_form import connect_star
-from omnikv.groups.channel_ledger import Call
 from omnikv.groups.channel_link import DEAF_AFTER_S
 from omnikv.groups.channel_switchboard import Switchboard
 

@@ -7,7 +7,8 @@ import msgspec
 from omnikv.core.messages import Kept, Ruling, Rulings, Votes
 from omnikv.core.vote import Cast, Effect, Event, Expired, FollowerState, Lost, Report, Ruled, step_follower
 from omnikv.errors import RemoteProtocolError
-from omnikv.groups.channel_ledger import Call, Ledger, Request, encode
+from omnikv.groups.channel_call import Call, encode
+from omnikv.groups.channel_ledger import Ledger, Request
 
 _decode = msgspec.msgpack.Decoder(Kept | Rulings).decode
 LEADER = 0

@@ -7,7 +7,8 @@ import msgspec
 from omnikv.core.messages import Ballot, Kept, Name, Ruling, Rulings, Votes
 from omnikv.core.vote import Announce, Cast, Effect, Event, Expired, Heard, LeaderState, Lost, step_leader
 from omnikv.errors import RemoteProtocolError
-from omnikv.groups.channel_ledger import Call, Ledger, Request
+from omnikv.groups.channel_call import Call
+from omnikv.groups.channel_ledger import Ledger, Request
 
 _decode_votes = msgspec.msgpack.Decoder(Votes).decode
 _decode_ballots = msgspec.msgpack.Decoder(list[tuple[Name, Ballot]]).decode

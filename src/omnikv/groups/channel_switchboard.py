@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnikv.errors import LocalProtocolError, RemoteProtocolError, VerdictInDoubt
+from omnikv.groups.channel_call import Call, encode
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
-from omnikv.groups.channel_ledger import Call, Ledger, encode
+from omnikv.groups.channel_ledger import Ledger
 from omnikv.groups.channel_link import Link
 
 # Reads of one peer in a row when a deadline has passed: what it said before must still count.
