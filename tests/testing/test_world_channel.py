@@ -41,7 +41,7 @@ class LedgerSeat:
         self.seats.batches.append(len(votes))
         self.ledger.cast(call)
         if call.left:
-            call.foresee()
+            self.ledger.foresee(call)
         self.settle()
 
     def expire(self, key):
