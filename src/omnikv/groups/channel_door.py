@@ -11,6 +11,7 @@ rank 0 serves all who knock in turn, and beyond a number of them turns the oldes
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -20,6 +21,7 @@ import selectors
 import socket
 import struct
 import time
+from contextlib import ExitStack
 
 import msgspec
 
@@ -56,12 +58,11 @@ def admit_all(listener: socket.socket, size: int, token: bytes, deadline: float)
         ConnectError: not all came by `deadline`, or one that had come went away.
     """
     door = _Door(listener, size, token)
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(door.close, keep_admitted=False)
         while len(door.admitted) < size - 1:
             door.serve(deadline)
-    except BaseException:
-        door.close(keep_admitted=False)
-        raise
+        on_failure.pop_all()
     return door.welcome()
 
 
@@ -193,36 +194,39 @@ def join(
         connection = _connect(family, address, deadline)
     except OSError as error:
         raise _cannot_join(rank, address, f"it cannot be reached ({error.strerror or error})") from error
-    try:
-        _introduce(connection, rank, token, deadline + _PATIENCE_S)
-    except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError, OSError) as error:
-        connection.close()
-        raise _cannot_join(rank, address, str(error)) from error
-    except BaseException:
-        connection.close()
-        raise
+    with ExitStack() as on_failure:
+        on_failure.callback(connection.close)
+        try:
+            _introduce(connection, rank, token, deadline + _PATIENCE_S)
+        except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError, OSError) as error:
+            raise _cannot_join(rank, address, str(error)) from error
+        on_failure.pop_all()
     return connection
 
 
 def _connect(family: socket.AddressFamily, address: bytes | tuple[str, int], deadline: float) -> socket.socket:
-    while True:
-        connection = socket.socket(family, socket.SOCK_STREAM)
+    while (connection := _connect_once(family, address, max(deadline - time.monotonic(), 0.001))) is None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "rank 0's queue stayed full")
+        time.sleep(_RETRY_S)
+    return connection
+
+
+def _connect_once(
+    family: socket.AddressFamily, address: bytes | tuple[str, int], wait_s: float
+) -> socket.socket | None:
+    with ExitStack() as on_failure:
+        connection = on_failure.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        connection.settimeout(wait_s)
         try:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.connect(address)
-            if family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except BlockingIOError:
             # A Unix listener whose queue is full says so at once instead of letting the caller wait.
-            connection.close()
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_RETRY_S)
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
+            return None
+        if family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        on_failure.pop_all()
+        return connection
 
 
 def _introduce(connection: socket.socket, rank: int, token: bytes, deadline: float) -> None:

@@ -19,6 +19,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,12 +173,11 @@ def open_payload(raw: Any, nbytes: int, key: str) -> Delivery:
 
 
 def _open_lease(raw: Any, nbytes: int) -> Delivery:
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(_end_lease, raw.release)
         tensor = raw.tensor
         data = _open_tensor(tensor)
-    except BaseException:
-        _end_lease(raw.release)
-        raise
+        on_failure.pop_all()
     if tensor.device.type != "cpu":
         # Decoded from a device it is a copy already, and the pool is small.
         _end_lease(raw.release)

@@ -112,14 +112,13 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
     waiting = {identity: fetch for fetch in fetches for identity in fetch.missing}
     with closing(transport.get_as_ready(list(waiting), deadline=deadline)) as arrivals:
         for identity, outcome in arrivals:
-            try:
+            with ExitStack() as on_failure:
+                if not isinstance(outcome, OmniKVError):
+                    # Interrupted (Ctrl-C) before it was kept; giving back twice does nothing.
+                    on_failure.callback(outcome.release)
                 fetch = waiting[identity]
                 fetch.take(identity, outcome)
-            except BaseException:
-                # Interrupted (Ctrl-C) before it was kept; giving back twice does nothing.
-                if not isinstance(outcome, OmniKVError):
-                    outcome.release()
-                raise
+                on_failure.pop_all()
             if fetch.failure is not None and fetches[fetch]:
                 return
 

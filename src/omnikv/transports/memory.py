@@ -13,6 +13,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
 
@@ -164,11 +165,10 @@ class MemoryTransport(Transport):
         with self._exchange.lock:
             self._require_open()
             entry = self._ledger.reserve(payload, nbytes)
-            try:
+            with ExitStack() as on_failure:
+                on_failure.callback(self._ledger.drop, entry)
                 block = self._allocate(payload, nbytes)
-            except BaseException:
-                self._ledger.drop(entry)
-                raise
+                on_failure.pop_all()
             entry.room = block
             self._used_nbytes += nbytes
             return MemorySlot(self, entry, block)

@@ -13,6 +13,7 @@ import hashlib
 import os
 import socket
 import struct
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from omnikv.core.keys import Edge
@@ -72,13 +73,11 @@ def listen(endpoint: Endpoint) -> socket.socket:
     """
     address = rank_address(endpoint.edge, endpoint.side, endpoint.rank)
     try:
-        listener = open_socket()
-        try:
+        with ExitStack() as on_failure:
+            listener = on_failure.enter_context(open_socket())
             listener.bind(address)
             listener.listen(CONNECTIONS_WAITING)
-        except BaseException:
-            listener.close()
-            raise
+            on_failure.pop_all()
     except OSError as error:
         remedy = "raise the limit that the system names"
         if error.errno == errno.EADDRINUSE:

@@ -115,7 +115,7 @@ class Link:
                 return
             try:
                 message = self._decode(buffer, nbytes, flags)
-            except BaseException:
+            except RemoteProtocolError:
                 _close_all(fds)
                 raise
             yield message, fds

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,14 +57,13 @@ class PoolSegment:
         self.nbytes = nbytes
         self.extents = Extents(nbytes, align_nbytes=PAGE_NBYTES)
         self.fd = os.memfd_create("omnikv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(os.close, self.fd)
             os.ftruncate(self.fd, nbytes)
             os.posix_fallocate(self.fd, 0, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self.view = memoryview(mmap.mmap(self.fd, nbytes))
-        except BaseException:
-            os.close(self.fd)
-            raise
+            on_failure.pop_all()
         self._touch()
 
     def close(self) -> None:

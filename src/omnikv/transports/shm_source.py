@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from omnikv.core.messages import (
     Unwant,
     Want,
 )
-from omnikv.errors import ConfigError, PutRejected, RemoteProtocolError, TransportError
+from omnikv.errors import ConfigError, RemoteProtocolError, TransportError
 from omnikv.transports.base import Endpoint, Slot
 from omnikv.transports.bell import Bell
 from omnikv.transports.ledger import Entry, Ledger, PayloadState
@@ -78,15 +79,15 @@ class ShmSource:
         with self._lock:
             self._require_open()
             entry = self._ledger.reserve(payload, nbytes)
-        try:
-            room = self._pool.take(nbytes)
-        except BaseException as error:
+        with ExitStack() as on_failure:
             # Growing takes long enough to be interrupted; the identity must be free again whatever ends it.
-            if isinstance(error, PutRejected | TransportError):
+            on_failure.callback(self.drop, entry)
+            try:
+                room = self._pool.take(nbytes)
+            except TransportError as error:
                 error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
-            with self._lock:
-                self._ledger.drop(entry)
-            raise
+                raise
+            on_failure.pop_all()
         with self._lock:
             self._tell_retired()
             if entry.state is PayloadState.GONE:

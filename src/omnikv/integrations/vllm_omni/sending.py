@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
 from omnikv.tensors.pack import KVCacheTransferData
 
 
-class SendingStage:
+class SendingStage(ABC):
     """One rank of a stage that sends; what it sends with belongs to the manager that it is a half of."""
 
     config: OmniKVCacheConfig
@@ -27,9 +28,9 @@ class SendingStage:
     _closing: threading.Event
 
     @property
+    @abstractmethod
     def connector(self) -> Any:
         """The connector to send through; None when there is none or it could not be opened."""
-        raise NotImplementedError
 
     def handle_finished_requests_kv_transfer(
         self,
