@@ -270,8 +270,9 @@ def test_more_silent_strangers_than_fit_do_not_keep_a_rank_out():
                 return shown
 
         joined = pool.submit(Channel.form, Crowded(follower.group), deadline=far())
-        with forming.result(), joined.result():
-            pass
+        with forming.result() as first, joined.result() as second:
+            assert (first.rank, second.rank) == (0, 1)
+    assert len(callers) == MAX_STRANGERS + 20
     for caller in callers:
         caller.close()
 

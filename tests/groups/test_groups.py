@@ -116,6 +116,10 @@ def test_an_engines_group_that_blocks_is_given_up_at_the_deadline():
         first.exchange(b"y", deadline=far())
 
 
+def test_an_engines_group_may_be_waited_for_without_end():
+    assert exchange_everywhere(engine_groups(2), [b"a", b"b"], float("inf")) == [[b"a", b"b"]] * 2
+
+
 def test_an_engines_error_in_the_exchange_is_in_doubt_with_its_cause():
     class Torn(_Coordinator):
         def recv_object(self, src):

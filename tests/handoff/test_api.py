@@ -108,7 +108,9 @@ def test_a_receiver_that_waits_is_woken_by_the_send(transport, namespace):
 def test_x08_every_spelling_of_a_request_id_works(transport, namespace, request_id):
     with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
         sender.send(request_id, full_cache())
-        receiver.receive(request_id, timeout_s=10).close()
+        with receiver.receive(request_id, timeout_s=10) as kv:
+            assert kv.request_id == request_id
+            assert_same(kv.layers, full_cache())
 
 
 def test_x06_requests_whose_published_keys_collide_do_not_meet(transport, namespace):

@@ -97,4 +97,6 @@ def test_a_device_with_too_little_free_memory_does(monkeypatch, free, enough):
 
 
 def test_tensors_on_the_cpu_need_no_stream():
-    record_current_stream({"kv": [torch.ones(1)]})
+    data = {"kv": [torch.ones(1)]}
+    record_current_stream(data)
+    assert data == {"kv": [torch.ones(1)]}

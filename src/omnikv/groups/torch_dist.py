@@ -10,7 +10,6 @@ is given up, not stopped, when the deadline passes.
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from omnikv.errors import ConfigError, VerdictInDoubt
 from omnikv.groups.base import Group
+from omnikv.groups.blocking import run_until
 
 # Ballots up to this size need one collective; a longer one costs a second.
 _FRAME_NBYTES = 2048
@@ -122,26 +122,16 @@ class EngineGroup(Group):
     def exchange(self, ballot: bytes, *, deadline: float) -> list[bytes]:
         if self._broken is not None:
             raise VerdictInDoubt(f"this group failed before ({self._broken}); tear it down", rank=self.rank)
-        answer: list[list[bytes]] = []
-        failure: list[Exception] = []
-
-        def talk() -> None:
-            try:
-                answer.append(self._gather_and_broadcast(ballot))
-            # edge: top of a background thread; what the engine raised is reported by the waiting rank below.
-            except Exception as error:  # noqa: BLE001
-                failure.append(error)
-
-        thread = threading.Thread(target=talk, name=f"omnikv-vote-{self.rank}", daemon=True)
-        thread.start()
-        thread.join(max(deadline - time.monotonic(), 0.0))
-        if answer:
+        answer, failure = run_until(
+            lambda: self._gather_and_broadcast(ballot), deadline, name=f"omnikv-vote-{self.rank}"
+        )
+        if answer is not None:
             return answer[0]
-        self._broken = str(failure[0]) if failure else "the peers did not answer by the deadline"
+        self._broken = str(failure) if failure else "the peers did not answer by the deadline"
         raise VerdictInDoubt(
             f"rank {self.rank} cast its ballot and did not learn its {self.size - 1} peers': {self._broken}",
             rank=self.rank,
-        ) from (failure[0] if failure else None)
+        ) from failure
 
     def _gather_and_broadcast(self, ballot: bytes) -> list[bytes]:
         coordinator = self._coordinator

@@ -8,14 +8,11 @@ once. That is what `VerdictInDoubt` says: tear the group down.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from omnikv.errors import OmniKVError, VerdictInDoubt
+from omnikv.groups.blocking import run_until
 
 _Answer = TypeVar("_Answer")
 
@@ -38,33 +35,16 @@ class BoundedCalls:
         """
         if self._broken is not None:
             raise _doubt(what, f"the group failed before ({self._broken})", request_id)
-        answers: list[_Answer] = []
-        failures: list[BaseException] = []
-        # Which device is current is a thread's own, and an engine's group may look at it.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-        def run() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                answers.append(calls())
-            # edge: top of a background thread; the waiting caller below raises what came of it.
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
-
-        # A daemon, so that calls that never return cannot keep the interpreter from ending.
-        thread = threading.Thread(target=run, name="omnikv-group-calls", daemon=True)
-        thread.start()
-        thread.join(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
-        if answers:
-            return answers[0]
-        if not failures:
+        answer, failure = run_until(calls, deadline, name="omnikv-group-calls")
+        if answer is not None:
+            return answer[0]
+        if failure is None:
             self._broken = f"its peers did not answer by the deadline of {what}"
             raise _doubt(what, "the deadline passed", request_id)
-        if isinstance(failures[0], OmniKVError) and not isinstance(failures[0], VerdictInDoubt):
-            raise failures[0]
-        self._broken = f"{what}: {failures[0]}"
-        raise _doubt(what, f"{type(failures[0]).__name__}: {failures[0]}", request_id) from failures[0]
+        if isinstance(failure, OmniKVError) and not isinstance(failure, VerdictInDoubt):
+            raise failure
+        self._broken = f"{what}: {failure}"
+        raise _doubt(what, f"{type(failure).__name__}: {failure}", request_id) from failure
 
 
 def _doubt(what: str, why: str, request_id: str | None) -> VerdictInDoubt:
