@@ -14,6 +14,7 @@ This module holds the format's limits and records and writes heads; `omnikv.core
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -36,6 +37,7 @@ MAX_DIMS = 8
 MAX_INTEGER = 2**63 - 1
 # Numbers in metadata may be larger than MAX_INTEGER (hashes), but parsing digits costs their square.
 MAX_INTEGER_DIGITS = 100
+ENTRIES_KEY = "td"
 EXTENSION_KEY = "omnikv"
 EXTENSION_VERSION = 1
 SLICE_STAMP_KEY = "tp_head_slice"
@@ -144,31 +146,20 @@ def encode_head(header: Header) -> bytes:
         ConfigError: an empty request id, metadata that JSON cannot hold, or a head over `MAX_HEADER_BYTES`.
     """
     _require_request_id(header.request_id)
-    present = {(span.kind, span.layer): span for span in header.spans}
-    fields = {
-        "rid": header.request_id,
-        "bids": _plain_block_ids(header.block_ids),
-        "meta": _plain_metadata(header.metadata),
-        "td": [
-            _describe(kind, layer, present.get((kind, layer)))
-            for kind in ("key", "value")
-            for layer in range(header.num_layers)
-        ],
-        "nl": header.num_layers,
-        EXTENSION_KEY: _spell_extension(header.extension or Extension(), header.data_nbytes),
-    }
-    try:
-        text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
-    except RecursionError as error:
-        raise ConfigError("metadata is nested too deeply to be sent; flatten it") from error
+    text = (
+        f'{{"rid":{_to_json(header.request_id)},"bids":{_to_json(_plain_block_ids(header.block_ids))},'
+        f'"meta":{_spell_metadata(header.metadata)},{_spell_entries(header.num_layers, header.spans)},'
+        f'"nl":{header.num_layers},'
+        f'"{EXTENSION_KEY}":{_spell_extension(header.extension or Extension(), header.data_nbytes)}'
+    )
     tail = f',"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{header.scope or "header"}.{UNSEALED}"}}'
-    nbytes = _aligned(PREFIX_NBYTES + len(text) - 1 + len(tail)) - PREFIX_NBYTES
+    nbytes = _aligned(PREFIX_NBYTES + len(text) + len(tail)) - PREFIX_NBYTES
     if nbytes > MAX_HEADER_BYTES:
         raise ConfigError(
             f"the header of request {show(header.request_id)} takes {nbytes} bytes, at most {MAX_HEADER_BYTES} "
             "are allowed; send less metadata or fewer block ids"
         )
-    return nbytes.to_bytes(PREFIX_NBYTES, "big") + (text[:-1] + tail).ljust(nbytes).encode("ascii")
+    return nbytes.to_bytes(PREFIX_NBYTES, "big") + (text + tail).ljust(nbytes).encode("ascii")
 
 
 def split_digest(head: bytes) -> Digest | None:
@@ -258,16 +249,34 @@ def _plain_block_ids(block_ids: Sequence[int]) -> list[int]:
     return plain
 
 
-def _plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`metadata` as a reader will see it: tuples as lists, keys as strings."""
+def _spell_metadata(metadata: Mapping[str, Any]) -> str:
+    """`metadata` as JSON that a reader takes: tuples as lists, keys as strings."""
+    if isinstance(metadata, Mapping) and not metadata:
+        return "{}"
     try:
-        plain: dict[str, Any] = parse_json(json.dumps(dict(metadata), allow_nan=False))
+        text = _to_json(dict(metadata))
+        # A reader refuses what it cannot tell apart, such as the keys 1 and "1": said here rather than there.
+        parse_json(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"metadata must be a mapping that JSON can hold (text, finite numbers, booleans, None, lists and mappings "
             f"with distinct text keys): {error}; got {show(metadata)}"
         ) from error
-    return plain
+    return text
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+# The requests of one model come in few shapes, and spelling out a hundred tensors takes longer than moving them.
+@functools.lru_cache(maxsize=64)
+def _spell_entries(num_layers: int, spans: tuple[TensorSpan, ...]) -> str:
+    present = {(span.kind, span.layer): span for span in spans}
+    entries = [
+        _describe(kind, layer, present.get((kind, layer))) for kind in ("key", "value") for layer in range(num_layers)
+    ]
+    return f'"{ENTRIES_KEY}":{_to_json(entries)}'
 
 
 def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:
@@ -277,7 +286,7 @@ def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:
     return {"n": name, "i": layer, "d": span.dtype, "s": list(span.shape), "o": span.offset, "b": span.nbytes}
 
 
-def _spell_extension(extension: Extension, data_nbytes: int) -> dict[str, Any]:
+def _spell_extension(extension: Extension, data_nbytes: int) -> str:
     fields = {
         "v": EXTENSION_VERSION,
         "n": data_nbytes,
@@ -287,7 +296,7 @@ def _spell_extension(extension: Extension, data_nbytes: int) -> dict[str, Any]:
         "attempt": extension.attempt,
         "heads": list(extension.heads) or None,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return _to_json({name: value for name, value in fields.items() if value is not None})
 
 
 def parse_json(text: str) -> Any:

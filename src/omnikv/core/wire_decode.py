@@ -4,17 +4,23 @@ Nothing is believed before it is compared with what is there: layer counts with 
 shapes, places with the bytes that came. So no number in a head makes us allocate, and memory stays proportional to the
 head. Rules that only our own payloads promise (exact data size, no gaps beyond alignment, a checksum) hold where the
 `"omnikv"` key is; without it a released engine wrote the payload, and gaps or bytes after the last tensor are allowed.
+
+Requests of one model come in few shapes, and their list of tensors is nearly all of a head. So that list is read once
+for each distinct text of it (`_list_in`) and cut out of the head before the rest is parsed, with a number in its place
+that occurs nowhere else and has one spelling: where it comes out as the list's value, it was the list that stood there.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from omnikv.core.wire import (
     ALIGNMENT,
     DIGEST_KEY,
+    ENTRIES_KEY,
     EXTENSION_KEY,
     EXTENSION_VERSION,
     ITEM_SIZES,
@@ -34,6 +40,11 @@ from omnikv.core.wire import (
 )
 from omnikv.errors import WireError, WireReason
 
+# The texts around the list of tensors as we write heads, and what stands in its place while the rest is parsed.
+_LIST_START, _LIST_END = f'"{ENTRIES_KEY}":[', ',"nl":'
+_LIST_MARK = 20422042204220422042
+# A longer list is parsed with its head, so that the lists that are kept stay small.
+_MAX_KEPT_LIST = 64 << 10
 _TENSOR_NAME = re.compile(r"(key|value)_cache_(0|[1-9][0-9]{0,9})", re.ASCII)
 
 
@@ -82,24 +93,20 @@ def decode_head(head: bytes, payload_nbytes: int) -> Header:
     Raises:
         WireError: the head breaks a rule of the format; `reason` names the rule.
     """
-    fields = _load_object(head)
+    fields, listed = _load_fields(head)
     num_layers = _integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
-    entries = fields.get("td")
-    if not isinstance(entries, list) or len(entries) != 2 * num_layers:
-        found = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
-        _refuse(
-            WireReason.LAYER_COUNT, f'"td" must hold a key and a value for each of {num_layers} layers, got {found}'
-        )
-    spans = _read_entries(entries, num_layers)
+    if listed is None or listed.num_layers != num_layers:
+        fields = _load_object(_text_of(head))
+        listed = _read_list(fields.get(ENTRIES_KEY), num_layers)
     extension, data_nbytes = _read_extension(fields.get(EXTENSION_KEY), len(head), payload_nbytes)
     if extension is None:
-        _check_published_spans(spans, len(head), data_nbytes)
-    else:
-        _check_tiled_spans(spans, len(head), data_nbytes)
+        _check_published_spans(listed.spans, len(head), data_nbytes)
+    elif listed.tiled_nbytes != data_nbytes:
+        _check_tiled_spans(listed.spans, len(head), data_nbytes)
     return Header(
         request_id=_text(fields.get("rid"), "rid"),
         num_layers=num_layers,
-        spans=spans,
+        spans=listed.spans,
         data_nbytes=data_nbytes,
         block_ids=_integers(fields.get("bids"), "bids", low=-MAX_INTEGER),
         metadata=_object(fields.get("meta"), "meta"),
@@ -115,15 +122,37 @@ def _refuse(reason: WireReason, message: str, offset: int = PREFIX_NBYTES) -> No
 # --- JSON and its fields ---
 
 
-def _load_object(head: bytes) -> dict[str, Any]:
+def _text_of(head: bytes) -> str:
     try:
-        text = head[PREFIX_NBYTES:].decode("utf-8")
+        return head[PREFIX_NBYTES:].decode("utf-8")
     except UnicodeDecodeError as error:
         raise WireError(
             f"the header is not UTF-8: {error.reason}",
             reason=WireReason.HEADER_NOT_JSON,
             offset=PREFIX_NBYTES + error.start,
         ) from error
+
+
+def _load_fields(head: bytes) -> tuple[dict[str, Any], _Listed | None]:
+    """The head's fields and, where it is written as we write heads, its list of tensors read apart from them."""
+    text = _text_of(head)
+    start = text.find(_LIST_START)
+    end = text.find(_LIST_END, start)
+    if start < 0 or not 0 < end - start <= _MAX_KEPT_LIST or str(_LIST_MARK) in text:
+        return _load_object(text), None
+    try:
+        listed = _list_in(text[start:end])
+        fields = parse_json(f'{text[:start]}"{ENTRIES_KEY}":{_LIST_MARK}{text[end:]}')
+    except (WireError, ValueError, RecursionError):
+        # Read again whole, which says what is wrong and where.
+        return _load_object(text), None
+    mark = fields.get(ENTRIES_KEY) if isinstance(fields, dict) else None
+    if type(mark) is not int or mark != _LIST_MARK:
+        return _load_object(text), None
+    return fields, listed
+
+
+def _load_object(text: str) -> dict[str, Any]:
     try:
         fields = parse_json(text)
     except json.JSONDecodeError as error:
@@ -164,6 +193,42 @@ def _integers(value: object, what: str, low: int = 0) -> tuple[int, ...]:
 
 
 # --- tensors ---
+
+
+class _Listed(NamedTuple):
+    """A list of tensors that was read: its layers, its spans, and the data's size that they tile, None for none."""
+
+    num_layers: int
+    spans: tuple[TensorSpan, ...]
+    tiled_nbytes: int | None
+
+
+@functools.lru_cache(maxsize=16)
+def _list_in(text: str) -> _Listed:
+    """The list of tensors in `text`, which is `"td":[...]`.
+
+    Raises:
+        WireError, ValueError, RecursionError: it is no such list.
+    """
+    fields = parse_json(f"{{{text}}}")
+    if len(fields) != 1:
+        raise ValueError(f"the list of tensors is followed by {len(fields) - 1} other keys")
+    entries = fields[ENTRIES_KEY]
+    num_layers = len(entries) // 2 if isinstance(entries, list) else 0
+    listed = _read_list(entries, num_layers)
+    data_nbytes = max((span.offset + span.nbytes for span in listed.spans), default=0)
+    _check_tiled_spans(listed.spans, 0, data_nbytes)
+    return listed._replace(tiled_nbytes=data_nbytes)
+
+
+def _read_list(entries: object, num_layers: int) -> _Listed:
+    if not isinstance(entries, list) or len(entries) != 2 * num_layers:
+        found = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
+        _refuse(
+            WireReason.LAYER_COUNT,
+            f'"{ENTRIES_KEY}" must hold a key and a value for each of {num_layers} layers, got {found}',
+        )
+    return _Listed(num_layers, _read_entries(entries, num_layers), None)
 
 
 def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]:

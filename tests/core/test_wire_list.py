@@ -1,0 +1,120 @@
+"""A head's list of tensors is read once for each text of it; whatever a head says, it says the same when read whole."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnikv.core import wire_decode
+from omnikv.core.wire import PREFIX_NBYTES, Header, encode_head, lay_out
+from omnikv.core.wire_decode import decode_head
+from omnikv.errors import WireError
+
+LIST = '"td":[{"n":"key_cache_0","x":true},{"n":"value_cache_0","x":true}]'
+OTHER_LIST = '"td":[]'
+REST = '"omnikv":{"v":1,"n":0},"ck":"xxh3_128.header.' + "0" * 32 + '"'
+
+
+def framed(text: str) -> bytes:
+    raw = text.encode()
+    return len(raw).to_bytes(PREFIX_NBYTES, "big") + raw
+
+
+def read(head: bytes) -> Header | tuple[str, str]:
+    try:
+        return decode_head(head, len(head))
+    except WireError as error:
+        return str(error.reason), str(error)
+
+
+def read_both_ways(text: str) -> Header | tuple[str, str]:
+    """What the head says, after checking that its list read apart and the head read whole agree."""
+    head = framed(text)
+    first, again = read(head), read(head)
+    kept, wire_decode._MAX_KEPT_LIST = wire_decode._MAX_KEPT_LIST, 0
+    try:
+        whole = read(head)
+    finally:
+        wire_decode._MAX_KEPT_LIST = kept
+    assert first == again == whole
+    return whole
+
+
+def spelled(*, rid="r", meta="{}", listed=LIST, between="", nl="1", rest=REST, lead="") -> str:
+    return f'{{{lead}"rid":{json.dumps(rid)},"bids":[],"meta":{meta},{listed}{between},"nl":{nl},{rest}}}'
+
+
+def test_a_plain_head_is_read_apart_and_whole_alike():
+    assert isinstance(read_both_ways(spelled()), Header)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        spelled(rid=LIST + ',"nl":1'),
+        spelled(rid='x"td":['),
+        spelled(meta=f'{{"a":1,{LIST},"nl":1}}'),
+        spelled(meta=f'{{"note":{json.dumps(LIST)}}}'),
+        spelled(meta=f'{{"inner":{{{OTHER_LIST},"nl":3}}}}'),
+        spelled(between=',"extra":{"nested":[1]}'),
+        spelled(meta=f'{{"n":{wire_decode._LIST_MARK}}}'),
+    ],
+)
+def test_a_text_that_looks_like_the_list_changes_nothing(text):
+    assert isinstance(read_both_ways(text), Header)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        spelled(listed=f'"td":{wire_decode._LIST_MARK}', meta=f'{{{LIST},"nl":1}}'),
+        spelled(listed='"td":null', meta=f'{{{LIST},"nl":1}}'),
+        spelled(between="," + LIST),
+        spelled(lead=LIST + ","),
+        spelled(nl="2"),
+        spelled(nl="true"),
+        spelled(listed=LIST.replace("td", 't\\"td')),
+        spelled(listed=LIST.replace("true", "1")),
+        spelled(listed=LIST[:-1]),
+        spelled(listed='"td":[' + "[" * 2000 + "]" * 2000 + "]"),
+        spelled(rest=""),
+    ],
+)
+def test_a_head_without_one_proper_list_is_refused_for_the_same_reason(text):
+    assert isinstance(read_both_ways(text), tuple)
+
+
+def test_the_same_list_in_a_payload_of_another_size_is_refused():
+    spans, nbytes = lay_out((kind, 0, "int8", (100,)) for kind in ("key", "value"))
+    head = encode_head(Header(request_id="r", num_layers=1, spans=spans, data_nbytes=nbytes))
+    assert decode_head(head, len(head) + nbytes).spans == spans
+    longer = encode_head(Header(request_id="r", num_layers=1, spans=spans, data_nbytes=nbytes + 64))
+    with pytest.raises(WireError, match="belong to no tensor"):
+        decode_head(longer, len(longer) + nbytes + 64)
+
+
+def test_requests_of_one_shape_share_their_list_and_nothing_else():
+    spans, nbytes = lay_out((kind, 0, "int8", (8,)) for kind in ("key", "value"))
+    heads = [
+        encode_head(Header(request_id=name, num_layers=1, spans=spans, data_nbytes=nbytes, metadata={"name": name}))
+        for name in ("first", "second")
+    ]
+    first, second = (decode_head(head, len(head) + nbytes) for head in heads)
+    assert first.spans is second.spans
+    assert [(found.request_id, found.metadata["name"]) for found in (first, second)] == [
+        ("first",) * 2,
+        ("second",) * 2,
+    ]
+    assert first.metadata is not second.metadata
+
+
+pieces = st.sampled_from(
+    [LIST, OTHER_LIST, '"td":', "[", "]", ',"nl":1', "{", "}", '"', "\\", '"meta":', ",", "1", " "]
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(pieces, max_size=12).map("".join), st.sampled_from(["rid", "meta", "between", "lead", "rest"]))
+def test_no_place_of_a_list_makes_the_two_readings_differ(text, where):
+    read_both_ways(spelled(**{where: text}))
