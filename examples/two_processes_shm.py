@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from omnikv import BlockLayout, Edge, KVReceiver, KVSender, PagedKV, Route
+from omnikv import Edge, KVReceiver, KVSender, Layout, PagedKV, Route
 
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
 
@@ -25,7 +25,7 @@ def route_of(namespace: str) -> Route:
 def prefill(namespace: str) -> None:
     """The sending process: 40 tokens that an engine keeps in blocks 5, 2 and 7 of its caches."""
     caches = [torch.full((2, 8, BLOCK_SIZE, HEADS, HEAD_DIM), float(layer)) for layer in range(LAYERS)]
-    request = PagedKV(caches, block_ids=[5, 2, 7], num_tokens=40, layout=BlockLayout.stacked(BLOCK_SIZE, dim=0))
+    request = PagedKV(caches, block_ids=[5, 2, 7], num_tokens=40, layout=Layout.stacked(BLOCK_SIZE, dim=0))
     with KVSender(route_of(namespace), rank=0, transport="shm") as sender:
         report = sender.send("request-1", request, metadata={"first_token": 17})
         print(f"sent {report.nbytes} bytes in {report.send_s * 1e3:.1f} ms")

@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omnikv.core.keys import Edge, PayloadId
+    from omnikv.core.layout import Layout
     from omnikv.core.reshard import Route
     from omnikv.handoff.api import KVReceiver, KVSender
     from omnikv.tensors.blocks import PagedKV
     from omnikv.tensors.kv import LayerKV
-    from omnikv.tensors.layouts import BlockLayout
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BlockLayout": "omnikv.tensors.layouts",
     "Edge": "omnikv.core.keys",
     "KVReceiver": "omnikv.handoff.api",
     "KVSender": "omnikv.handoff.api",
     "LayerKV": "omnikv.tensors.kv",
+    "Layout": "omnikv.core.layout",
     "PagedKV": "omnikv.tensors.blocks",
     "PayloadId": "omnikv.core.keys",
     "Route": "omnikv.core.reshard",
 }
 
 __all__ = [
-    "BlockLayout",
     "Edge",
     "KVReceiver",
     "KVSender",
     "LayerKV",
+    "Layout",
     "PagedKV",
     "PayloadId",
     "Route",

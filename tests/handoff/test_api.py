@@ -13,6 +13,7 @@ import torch
 from stages import assert_same, full_cache, one_to_one, part, send_everywhere, stages
 
 from omnikv import Edge, KVReceiver, KVSender, LayerKV, PayloadId, Route
+from omnikv.core.layout import Layout
 from omnikv.errors import (
     ConfigError,
     ConnectError,
@@ -27,7 +28,6 @@ from omnikv.errors import (
 )
 from omnikv.handoff.send import piece_sources, plan_piece
 from omnikv.tensors.blocks import PagedKV
-from omnikv.tensors.layouts import BlockLayout
 from omnikv.transports.base import Endpoint
 from omnikv.transports.memory import MemoryTransport
 
@@ -65,7 +65,7 @@ def test_heads_may_be_stated_in_any_order(transport, namespace):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_paged_blocks_arrive_as_tokens(transport, namespace, dtype):
     pool = torch.randn(2, 6, 4, 2, 8).to(dtype)
-    paged = PagedKV([pool, pool.clone()], block_ids=[5, 0, 3], num_tokens=10, layout=BlockLayout.stacked(4, dim=0))
+    paged = PagedKV([pool, pool.clone()], block_ids=[5, 0, 3], num_tokens=10, layout=Layout.stacked(4, dim=0))
     expected = [
         LayerKV(*(pool.view(torch.uint8)[side][[5, 0, 3]].flatten(0, 1)[:10].view(dtype) for side in (0, 1)))
         for _ in range(2)
@@ -257,7 +257,7 @@ def test_x11_bad_block_ids_send_nothing(transport, namespace):
     pool = torch.zeros(2, 4, 2, 3, 4)
     with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
         with pytest.raises(ConfigError, match=r"block ids \[99\] are outside the 4 blocks of layer 0"):
-            sender.send("req", PagedKV([pool], [0, 99, 1], 6, BlockLayout.stacked(2, dim=0)))
+            sender.send("req", PagedKV([pool], [0, 99, 1], 6, Layout.stacked(2, dim=0)))
         with pytest.raises(ReceiveTimeout):
             receiver.receive("req", timeout_s=0.05)
 
@@ -265,7 +265,7 @@ def test_x11_bad_block_ids_send_nothing(transport, namespace):
 def test_more_tokens_than_the_blocks_hold_are_refused(namespace):
     pool = torch.zeros(2, 4, 2, 3, 4)
     with stages(one_to_one(namespace), "memory") as ([sender], _), pytest.raises(ConfigError, match="5"):
-        sender.send("req", PagedKV([pool], block_ids=[0, 1], num_tokens=5, layout=BlockLayout.stacked(2, dim=0)))
+        sender.send("req", PagedKV([pool], block_ids=[0, 1], num_tokens=5, layout=Layout.stacked(2, dim=0)))
 
 
 @pytest.mark.parametrize("request_id", ["", None, 7])
@@ -356,7 +356,7 @@ def test_a_copy_that_fails_reaches_the_sender_and_its_receivers(transport, names
             broken.write_into = explode
             return [sources[0]._replace(value=broken)]
 
-    paged = Unreadable([torch.zeros(2, 4, 2, 3, 4)], [0], 2, BlockLayout.stacked(2, dim=0))
+    paged = Unreadable([torch.zeros(2, 4, 2, 3, 4)], [0], 2, Layout.stacked(2, dim=0))
     with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
         with pytest.raises(HandoffError, match=r"'req' could not be copied.*device side assert"):
             sender.send("req", paged)

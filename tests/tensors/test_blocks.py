@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from omnikv.core.layout import Layout
 from omnikv.errors import ConfigError
-from omnikv.tensors.blocks import BlockLayout, PagedKV, scatter_into_blocks
+from omnikv.tensors.blocks import PagedKV, scatter_into_blocks
 
 BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 6, 4, 3, 8
-STACKED = BlockLayout.stacked(BLOCK_SIZE, dim=0)
+STACKED = Layout.stacked(BLOCK_SIZE, dim=0)
 
 
 def _cache(seed=0, *, blocks=BLOCKS, heads=HEADS, dtype=torch.float32):
@@ -102,7 +103,7 @@ def test_a_block_given_twice_is_an_error_that_names_it():
 
 @pytest.mark.parametrize("layout", [None, "packed"])
 def test_a_layout_that_is_none_is_an_error(layout):
-    with pytest.raises(ConfigError, match=f"layout must be a BlockLayout, .*, got {layout!r}"):
+    with pytest.raises(ConfigError, match=f"layout must be a Layout, .*, got {layout!r}"):
         PagedKV([_cache()], [0], 1, layout)
 
 

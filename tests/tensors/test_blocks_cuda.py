@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from omnikv.tensors.blocks import BlockLayout, PagedKV, scatter_into_blocks
+from omnikv.core.layout import Layout
+from omnikv.tensors.blocks import PagedKV, scatter_into_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-LAYOUT = BlockLayout.packed(4)
+LAYOUT = Layout.packed(4)
 IDS, TOKENS = [5, 0, 3], 10
 
 

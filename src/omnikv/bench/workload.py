@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from omnikv.core.keys import Edge
+from omnikv.core.layout import Layout
 from omnikv.core.reshard import Route
-from omnikv.tensors.blocks import BlockLayout, PagedKV
+from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.kv import LayerKV
 
 MIB = 1 << 20
@@ -47,8 +48,8 @@ class Workload:
         return 2 * self.num_blocks
 
     @property
-    def layout(self) -> BlockLayout:
-        return BlockLayout.stacked(self.block_size, dim=0)
+    def layout(self) -> Layout:
+        return Layout.stacked(self.block_size, dim=0)
 
     def block_ids(self) -> tuple[int, ...]:
         """The request's blocks, scattered over the pool: the worst case, no two of them side by side on purpose."""

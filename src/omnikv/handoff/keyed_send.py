@@ -19,13 +19,15 @@ from typing import Any
 import torch
 
 from omnikv.core.keys import SendKeyHook, build_rank_aware_send_keys, is_rank_aware
+from omnikv.core.layout import Layout
 from omnikv.core.topology import KVTPTopology, get_kv_target_ranks
 from omnikv.core.wire import SLICE_STAMP_KEY
 from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError, PutRejected
 from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_once, put_with_retry
-from omnikv.tensors.blocks import BlockLayout, PagedKV, normalize_layer_kv
+from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.fill import fill
 from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource
+from omnikv.tensors.layouts import normalize_layer_kv
 from omnikv.tensors.pack import KVCacheTransferData, PayloadPlan, plan_payload
 from omnikv.tensors.shards import sender_stamp, slice_for_target
 
@@ -76,7 +78,7 @@ def extract_kv(
             request_id=request_id,
         )
     caches = [pair for pair in pairs if pair is not None]
-    layout = BlockLayout.split_pair(block_size)
+    layout = Layout.split_pair(block_size)
     layers = _gather(PagedKV(kv_caches=caches, block_ids=block_ids, num_tokens=num_tokens, layout=layout), caches)
     return KVCacheTransferData(
         request_id=request_id,

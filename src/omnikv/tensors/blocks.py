@@ -20,26 +20,10 @@ from typing import TypeAlias
 
 import torch
 
+from omnikv.core.layout import Layout, is_count
 from omnikv.errors import ConfigError
 from omnikv.tensors.kv import LayerKV, LayerSource, head_runs
-from omnikv.tensors.layouts import (
-    BlockLayout,
-    BlockViews,
-    LayerCache,
-    infer_block_layout,
-    is_count,
-    normalize_layer_kv,
-)
-
-__all__ = [
-    "BlockLayout",
-    "BlockSource",
-    "LayerCache",
-    "PagedKV",
-    "infer_block_layout",
-    "normalize_layer_kv",
-    "scatter_into_blocks",
-]
+from omnikv.tensors.layouts import BlockViews, LayerCache, layer_views
 
 # `(first head in the output, first head in the blocks, how many)`.
 HeadRun: TypeAlias = "tuple[int, int, int]"
@@ -64,14 +48,14 @@ class PagedKV:
     kv_caches: Sequence[LayerCache] = field(repr=False)
     block_ids: Sequence[int]
     num_tokens: int
-    layout: BlockLayout
+    layout: Layout
     _layers: tuple[BlockViews, ...] = field(init=False, repr=False)
     _span: _TokenSpan = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers = _layer_views(self.kv_caches, self.layout)
         object.__setattr__(self, "_layers", layers)
-        object.__setattr__(self, "_span", _plan_span(self.block_ids, self.num_tokens, self.layout.block_size, layers))
+        object.__setattr__(self, "_span", _plan_span(self.block_ids, self.num_tokens, layers))
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +122,7 @@ class BlockSource:
 
 
 def scatter_into_blocks(
-    layers: Sequence[LayerKV], kv_caches: Sequence[LayerCache], block_ids: Sequence[int], layout: BlockLayout
+    layers: Sequence[LayerKV], kv_caches: Sequence[LayerCache], block_ids: Sequence[int], layout: Layout
 ) -> None:
     """Nothing; writes layers `[tokens, kv_heads, head_dim]` into the blocks `block_ids`, in order.
 
@@ -161,7 +145,7 @@ def scatter_into_blocks(
                     f"the {name} of layer {number} is {list(tensor.shape)} {tensor.dtype}, "
                     f"but the blocks take {list(expected)} {room.dtype}"
                 )
-    span = _plan_span(block_ids, num_tokens, layout.block_size, views)
+    span = _plan_span(block_ids, num_tokens, views)
     for layer, blocks in zip(layers, views, strict=True):
         for tensor, room in zip(layer, blocks, strict=True):
             _scatter(tensor.detach(), room, span)
@@ -216,16 +200,21 @@ class _TokenSpan:
         return tokens.narrow(0, self.whole_blocks * self.block_size, self.rest_tokens)
 
 
-def _layer_views(kv_caches: Sequence[LayerCache], layout: BlockLayout) -> tuple[BlockViews, ...]:
-    if not isinstance(layout, BlockLayout):
-        raise ConfigError(f"layout must be a BlockLayout, which declares how the caches lie, got {layout!r}")
+def _layer_views(kv_caches: Sequence[LayerCache], layout: Layout) -> tuple[BlockViews, ...]:
+    if not isinstance(layout, Layout):
+        raise ConfigError(f"layout must be a Layout, which declares how the caches lie, got {layout!r}")
     if not isinstance(kv_caches, Iterable):
         raise ConfigError(f"kv_caches must be the KV cache of every layer, in order, got {kv_caches!r}")
-    layers = tuple(layout.views(cache, layer=number) for number, cache in enumerate(kv_caches))
+    layers = tuple(layer_views(cache, layout, layer=number) for number, cache in enumerate(kv_caches))
     if not layers:
         raise ConfigError("there are no layers; pass the KV cache of every layer")
-    num_heads = layers[0][0].shape[2]
+    _, slots, num_heads, _ = layers[0][0].shape
     for number, (key, _) in enumerate(layers):
+        if key.shape[1] != slots:
+            raise ConfigError(
+                f"a block of layer {number} holds {key.shape[1]} tokens and one of layer 0 holds {slots}; "
+                "every layer must have blocks of the same size"
+            )
         if key.shape[2] != num_heads or num_heads == 0:
             raise ConfigError(
                 f"layer {number} has {key.shape[2]} KV heads and layer 0 has {num_heads}; "
@@ -234,9 +223,8 @@ def _layer_views(kv_caches: Sequence[LayerCache], layout: BlockLayout) -> tuple[
     return layers
 
 
-def _plan_span(
-    block_ids: Sequence[int], num_tokens: int, block_size: int, layers: tuple[BlockViews, ...]
-) -> _TokenSpan:
+def _plan_span(block_ids: Sequence[int], num_tokens: int, layers: tuple[BlockViews, ...]) -> _TokenSpan:
+    block_size = layers[0][0].shape[1]
     if not is_count(num_tokens):
         raise ConfigError(f"num_tokens must be a positive number of tokens, got {num_tokens!r}")
     ids = _checked_ids(block_ids)

@@ -1,126 +1,51 @@
-"""How an engine lays out paged KV, as a declaration: a shape alone cannot say which dimension means what.
+"""A layer's cache under its declared layout: views of one shape for all, nothing is copied.
 
-An engine keeps each layer's cache as blocks of `block_size` tokens. Backends differ in where key and value sit, and
-some shapes fit several of them (2 blocks look like a key/value pair, as many heads as tokens a block look like a
-transpose), so the native API takes a `BlockLayout` and refuses tensors that do not fit it. Whatever the layout,
-everything above sees two views `[blocks, block_size, kv_heads, head_dim]` over the engine's own memory.
+What a `Layout` says is read against a tensor's shape; a tensor that does not fit is refused with both. For callers who
+were given no declaration there is one inference, which refuses every shape that can be read in two ways.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from typing import Any
 
 import torch
 
+from omnikv.core.layout import Layout, axes_of, dimensions_of
 from omnikv.errors import ConfigError
 
 # One layer's cache as an engine holds it: one tensor, or key and value apart.
 LayerCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# `(key_blocks, value_blocks)`, each `[blocks, block_size, kv_heads, head_dim]`.
+# `(key_blocks, value_blocks)`, each `[blocks, slots, kv_heads, head_dim]`.
 BlockViews = tuple[torch.Tensor, torch.Tensor]
 
-Arrangement = Literal["split_pair", "stacked", "packed"]
-
-_EXPECTED = {
-    "split_pair": "a (key, value) pair, each [blocks, {0}, kv_heads, head_dim]",
-    "stacked0": "one tensor [2, blocks, {0}, kv_heads, head_dim]",
-    "stacked1": "one tensor [blocks, 2, {0}, kv_heads, head_dim]",
-    "packed": "one tensor [blocks, kv_heads, {0}, 2 * head_dim]",
-}
+_VIEW_ORDER = ("block", "slot", "head", "dim")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLayout:
-    """How one engine's cache is laid out; make one with `split_pair`, `stacked` or `packed`."""
+def layer_views(cache: LayerCache, layout: Layout, *, layer: int) -> BlockViews:
+    """Key and value blocks of one layer, `[blocks, slots, kv_heads, head_dim]`: views, nothing is copied.
 
-    arrangement: Arrangement
-    block_size: int
-    # The dimension that holds key and value, for "stacked" alone.
-    pair_dim: int = 0
+    Key and value have the same blocks, heads, dtype and device; their head_dim may differ in a pair of tensors.
 
-    def __post_init__(self) -> None:
-        if not is_count(self.block_size):
-            raise ConfigError(f"block_size must be a positive number of tokens, got {self.block_size!r}")
-        if self.arrangement not in ("split_pair", "stacked", "packed"):
-            raise ConfigError(f"unknown arrangement {self.arrangement!r}; use split_pair, stacked or packed")
-        if self.pair_dim not in (0, 1):
-            raise ConfigError(f"key and value are stacked along dimension 0 or 1, got dim={self.pair_dim!r}")
-
-    @classmethod
-    def split_pair(cls, block_size: int) -> BlockLayout:
-        """The layout of a (key, value) pair of tensors, each `[blocks, block_size, kv_heads, head_dim]`."""
-        return cls(arrangement="split_pair", block_size=block_size)
-
-    @classmethod
-    def stacked(cls, block_size: int, *, dim: int) -> BlockLayout:
-        """The layout of one tensor of 5 dimensions with key and value stacked along `dim`.
-
-        0: `[2, blocks, block_size, kv_heads, head_dim]`. 1: `[blocks, 2, block_size, kv_heads, head_dim]`.
-        """
-        return cls(arrangement="stacked", block_size=block_size, pair_dim=dim)
-
-    @classmethod
-    def packed(cls, block_size: int) -> BlockLayout:
-        """The layout of one tensor `[blocks, kv_heads, block_size, 2 * head_dim]`, K|V side by side in each token.
-
-        It is what FlashAttention on a GPU uses in vLLM >= 0.23; vLLM on a CPU gives the same shape another meaning.
-        """
-        return cls(arrangement="packed", block_size=block_size)
-
-    def describe(self) -> str:
-        """The layout in a few words, equal for equal layouts."""
-        where = f"(dim={self.pair_dim})" if self.arrangement == "stacked" else ""
-        return f"{self.arrangement}{where}, blocks of {self.block_size} tokens"
-
-    def views(self, cache: LayerCache, *, layer: int) -> BlockViews:
-        """Key and value blocks of one layer, `[blocks, block_size, kv_heads, head_dim]`: views, nothing is copied.
-
-        Key and value have the same blocks, heads, dtype and device; their head_dim may differ in a split pair.
-
-        Raises:
-            ConfigError: the cache does not fit this layout; `layer` is named.
-        """
-        pair = self._split(cache)
-        if pair is None or not all(view.ndim == 4 and view.shape[1] == self.block_size for view in pair):
-            raise ConfigError(
-                f"layer {layer} has the KV cache {describe_cache(cache)}, but the layout {self.describe()!r} needs "
-                f"{self._expected()}; declare the layout that the engine uses"
-            )
-        key, value = pair
-        if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
-            raise ConfigError(
-                f"layer {layer} has the KV cache {describe_cache(cache)}: key and value must have the same blocks, "
-                "heads, dtype and device"
-            )
-        return key.detach(), value.detach()
-
-    def _split(self, cache: object) -> BlockViews | None:
-        if self.arrangement == "split_pair":
-            if isinstance(cache, (tuple, list)) and len(cache) == 2 and all(map(torch.is_tensor, cache)):
-                return cache[0], cache[1]
-            return None
-        if not isinstance(cache, torch.Tensor):
-            return None
-        if self.arrangement == "packed":
-            return unpack(cache) if cache.ndim == 4 and cache.shape[3] % 2 == 0 else None
-        if cache.ndim == 5 and cache.shape[self.pair_dim] == 2:
-            return cache.select(self.pair_dim, 0), cache.select(self.pair_dim, 1)
-        return None
-
-    def _expected(self) -> str:
-        name = f"stacked{self.pair_dim}" if self.arrangement == "stacked" else self.arrangement
-        return _EXPECTED[name].format(self.block_size)
+    Raises:
+        ConfigError: the cache does not fit the layout; `layer` is named.
+    """
+    pair = _split(cache, layout)
+    if pair is None:
+        raise ConfigError(
+            f"layer {layer} has the KV cache {describe_cache(cache)}, but the layout {layout.describe()!r} needs "
+            f"{layout.spell_shape()}; declare the layout that the engine uses"
+        )
+    key, value = pair
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
+        raise ConfigError(
+            f"layer {layer} has the KV cache {describe_cache(cache)}: key and value must have the same blocks, "
+            "heads, dtype and device"
+        )
+    return key, value
 
 
-def unpack(packed: torch.Tensor) -> BlockViews:
-    """Key and value, as views `[blocks, block_size, kv_heads, head_dim]`, of a packed tensor."""
-    by_token = packed.transpose(1, 2)
-    head_dim = packed.shape[3] // 2
-    return by_token[..., :head_dim], by_token[..., head_dim:]
-
-
-def infer_block_layout(cache: LayerCache, block_size: int) -> BlockLayout:
+def infer_layout(cache: LayerCache, block_size: int) -> Layout:
     """The one layout that this cache can have, judged by its shape and the engine's `block_size`.
 
     For callers who were given no declaration. Only shapes are seen: a backend that gives the packed shape another
@@ -130,21 +55,21 @@ def infer_block_layout(cache: LayerCache, block_size: int) -> BlockLayout:
         ConfigError: no layout fits, or the shape can be read in more than one way.
     """
     layouts = (
-        BlockLayout.split_pair(block_size),
-        BlockLayout.stacked(block_size, dim=0),
-        BlockLayout.stacked(block_size, dim=1),
-        BlockLayout.packed(block_size),
+        Layout.split_pair(block_size),
+        Layout.stacked(block_size, dim=0),
+        Layout.stacked(block_size, dim=1),
+        Layout.packed(block_size),
     )
-    fitting = [layout for layout in layouts if _fits(layout, cache)]
+    fitting = [layout for layout in layouts if _split(cache, layout) is not None]
     if not fitting:
         raise ConfigError(
             f"the KV cache {describe_cache(cache)} fits no known layout with blocks of {block_size} tokens; known are: "
-            + "; ".join(layout._expected() for layout in layouts)
+            + "; ".join(layout.spell_shape() for layout in layouts)
         )
     if len(fitting) > 1:
         readings = " or ".join(repr(layout.describe()) for layout in fitting)
         raise ConfigError(f"the KV cache {describe_cache(cache)} is ambiguous: {readings}. {_REMEDY}")
-    key, _ = fitting[0].views(cache, layer=0)
+    key, _ = layer_views(cache, fitting[0], layer=0)
     if key.shape[2] == block_size:
         raise ConfigError(
             f"the KV cache {describe_cache(cache)} is ambiguous: it has as many heads as tokens a block "
@@ -153,15 +78,89 @@ def infer_block_layout(cache: LayerCache, block_size: int) -> BlockLayout:
     return fitting[0]
 
 
-_REMEDY = "Declare it with BlockLayout.split_pair(block_size), .stacked(block_size, dim=0|1) or .packed(block_size)"
+_REMEDY = "Declare it with Layout.split_pair(block_size), .stacked(block_size, dim=0|1), .packed(block_size) or another"
 
 
-def _fits(layout: BlockLayout, cache: LayerCache) -> bool:
+def _split(cache: object, layout: Layout) -> BlockViews | None:
+    if layout.is_pair:
+        if not (isinstance(cache, (tuple, list)) and len(cache) == 2 and all(map(torch.is_tensor, cache))):
+            return None
+        key, value = cache
+    elif isinstance(cache, torch.Tensor):
+        key = value = cache
+    else:
+        return None
+    key_blocks = _blocks_of(key, layout, layout.key_order, 0)
+    if layout.is_latent:
+        return None if key_blocks is None else (key_blocks, key_blocks[..., :0])
+    value_blocks = _blocks_of(value, layout, layout.value_order, 1)
+    return None if key_blocks is None or value_blocks is None else (key_blocks, value_blocks)
+
+
+def _blocks_of(tensor: torch.Tensor, layout: Layout, order: str, which: int) -> torch.Tensor | None:
+    """The blocks of key (`which` = 0) or value as a view, or None when the tensor does not fit."""
+    sizes = _axis_sizes(tensor, layout)
+    typed = _typed(tensor.detach(), layout.dtype)
+    if sizes is None or typed is None:
+        return None
+    names = axes_of(order or layout.axes)
+    unfolded = _unfold(typed, layout.axes, names, sizes)
+    if unfolded is None:
+        return None
+    left = [name for name in names if name != "kv"]
+    if "kv" in names:
+        unfolded = unfolded.select(names.index("kv"), which)
+    for name in ("block", "head"):
+        if name not in left:
+            unfolded = unfolded.unsqueeze(0)
+            left.insert(0, name)
+    return unfolded.permute([left.index(name) for name in _VIEW_ORDER])
+
+
+def _axis_sizes(tensor: torch.Tensor, layout: Layout) -> dict[str, int] | None:
+    """How long each axis is, by the tensor's shape; None where a stated length does not fit."""
+    stated = {"kv": 2} if layout.block_size is None else {"kv": 2, "slot": layout.block_size}
+    dimensions = dimensions_of(layout.axes)
+    if tensor.ndim != len(dimensions):
+        return None
+    sizes = dict(stated)
+    for dimension, length in zip(dimensions, tensor.shape, strict=True):
+        known = math.prod(stated.get(axis, 1) for axis in dimension)
+        unknown = [axis for axis in dimension if axis not in stated]
+        if length % known or (not unknown and length != known):
+            return None
+        sizes.update(dict.fromkeys(unknown, length // known))
+    return sizes
+
+
+def _unfold(tensor: torch.Tensor, axes: str, names: tuple[str, ...], sizes: dict[str, int]) -> torch.Tensor | None:
+    """The tensor with one dimension for each of `names`, the axes in their order in memory; None where no view can."""
+    dimensions = dimensions_of(axes)
+    if names == axes_of(axes):
+        # Splitting a dimension is always possible as a view, whatever the strides.
+        return tensor.view([sizes[name] for name in names])
+    kept = next(at for at, dimension in enumerate(dimensions) if dimension != names[at : at + 1])
     try:
-        layout.views(cache, layer=0)
-    except ConfigError:
-        return False
-    return True
+        return tensor.view([*tensor.shape[:kept], *(sizes[name] for name in names[kept:])])
+    except RuntimeError:
+        # The dimensions that a backend packs as one do not lie in one piece.
+        return None
+
+
+def _typed(tensor: torch.Tensor, dtype_name: str | None) -> torch.Tensor | None:
+    """The tensor in the stated dtype: itself, or its bits where an engine keeps 8-bit floats as bytes; else None."""
+    if dtype_name is None:
+        return tensor
+    dtype: Any = getattr(torch, dtype_name, None)
+    if tensor.dtype == dtype:
+        return tensor
+    if dtype_name.startswith("float8") and dtype is not None and tensor.dtype == torch.uint8:
+        return tensor.view(dtype)
+    return None
+
+
+# Packed, of whatever block size: the published rule has compared that.
+_PACKED = Layout.of("block head slot kv*dim", None)
 
 
 def normalize_layer_kv(
@@ -189,16 +188,11 @@ def _published_split(layer_kv: object, block_size: int | None) -> BlockViews | N
     if not isinstance(layer_kv, torch.Tensor):
         return None
     if layer_kv.ndim == 4 and layer_kv.shape[2] == block_size and layer_kv.shape[3] % 2 == 0:
-        return unpack(layer_kv)
+        return _split(layer_kv, _PACKED)
     if layer_kv.ndim >= 3 and 2 in layer_kv.shape[:2]:
         dim = 0 if layer_kv.shape[0] == 2 else 1
         return layer_kv.select(dim, 0), layer_kv.select(dim, 1)
     return None
-
-
-def is_count(value: object) -> bool:
-    """True for a whole number of 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def describe_cache(cache: object) -> str:

@@ -11,7 +11,7 @@ from omnikv.core import topology
 from omnikv.core.keys import build_rank_aware_recv_keys, build_rank_aware_send_keys, get_kv_connector_key
 from omnikv.core.topology import KVTPTopology, get_kv_source_ranks, get_kv_target_ranks, validate_kv_tp_topology
 from omnikv.integrations.vllm_omni import vllm_parallel_state
-from omnikv.tensors.blocks import normalize_layer_kv
+from omnikv.tensors.layouts import normalize_layer_kv
 from omnikv.tensors.shards import (
     merge_received_rank_shards,
     slice_kv_tensor_heads,
