@@ -14,7 +14,7 @@ from omnikv.core.messages import Absent, Ready, Return, Segment, Want
 from omnikv.errors import ConnectError, ProducerFailed, TransportError
 from omnikv.transports.shm_address import Peer, is_same_user
 from omnikv.transports.shm_link import MAX_QUEUED_MESSAGES, encode
-from omnikv.transports.shm_loop import MAX_UNREADY_LINKS
+from omnikv.transports.link_loop import MAX_UNREADY_LINKS
 
 SOON_S = 60.0
 

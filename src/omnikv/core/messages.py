@@ -57,7 +57,8 @@ QUERY_INFO = b"query_info"
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Opens a connection, from both sides: who speaks, and what it holds for true of the pair.
 
-    `incarnation` differs for each life of a rank, so that a restarted peer is told from its earlier self.
+    `incarnation` differs for each life of a rank, so that a restarted peer is told from its earlier self. A target is
+    its rank's `reader` of `num_readers`.
     """
 
     version: Count
@@ -70,6 +71,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     pid: Count
     incarnation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     facts: dict[str, str]
+    reader: Count = 0
+    num_readers: Count = 1
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -111,7 +114,7 @@ class Retired(msgspec.Struct, frozen=True, array_like=True, tag="retired"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Answers an ask: the payload lies there, leased to the asker as `lease`."""
+    """Answers an ask where memory is shared: the payload lies there, leased to the asker as `lease`."""
 
     ask: Count
     lease: Count
@@ -145,8 +148,10 @@ class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
     lease: Count
 
 
+# What a target may say over any transport, what a source may say, and what a source may say where memory is shared.
 ToSource = Hello | Refused | Want | Unwant | Ack | Return
-ToTarget = Hello | Refused | Segment | Retired | Ready | Failed | Absent
+ToTarget = Hello | Refused | Failed | Absent
+ToTargetShared = ToTarget | Segment | Retired | Ready
 
 
 # The vote of a group: what goes over its exchange or its channel. `omnikv.core.verdict` gives it meaning.

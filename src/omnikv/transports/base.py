@@ -13,12 +13,15 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from omnikv.core.keys import Edge, PayloadId
-from omnikv.errors import OmniKVError
+from omnikv.errors import ConfigError, OmniKVError
 
 Side = Literal["source", "target"]
+
+# Each reader is a process that a source knocks on and remembers for every payload.
+MAX_READERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +36,26 @@ class Capabilities:
     notices_peer_death: bool
 
 
+class Seat(NamedTuple):
+    """Which process of a stage: its rank, and which of the rank's readers it is (a source is its rank's only one)."""
+
+    rank: int
+    reader: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, reader {self.reader}" if self.reader else f"rank {self.rank}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Which rank of which stage a transport object serves, and which ranks of the other stage it deals with.
 
     `facts` are texts that both peers must state alike (the route, for one); a transport compares them when two peers
-    meet and refuses the pair in plain words when they differ.
+    meet and refuses the pair in plain words when they differ. Several processes may serve one target rank, as its
+    readers 0 to `num_readers` - 1, each of which gets every payload; both sides state how many there are.
+
+    Raises:
+        ConfigError: there is no such reader.
     """
 
     edge: Edge
@@ -46,6 +63,25 @@ class Endpoint:
     rank: int
     peer_ranks: tuple[int, ...]
     facts: Mapping[str, str] = field(default_factory=dict)
+    reader: int = 0
+    num_readers: int = 1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.num_readers, int) and 1 <= self.num_readers <= MAX_READERS):
+            raise ConfigError(f"num_readers must be 1 to {MAX_READERS}, got {self.num_readers!r}")
+        last = self.num_readers - 1 if self.side == "target" else 0
+        if not (isinstance(self.reader, int) and 0 <= self.reader <= last):
+            raise ConfigError(f"reader must be 0 to {last} at a {self.side}, got {self.reader!r}")
+
+    @property
+    def seat(self) -> Seat:
+        """This end's own seat."""
+        return Seat(self.rank, self.reader)
+
+    def peers(self) -> list[Seat]:
+        """The seats of all peers."""
+        readers = self.num_readers if self.side == "source" else 1
+        return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
 
 
 class Slot(AbstractContextManager["Slot"]):

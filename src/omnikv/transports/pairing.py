@@ -21,7 +21,7 @@ def fact_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[
 
 def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str | None:
     """Why the two may not deal with each other, each difference in words, or None when they may."""
-    fields = ("version", "namespace", "from_stage", "to_stage", "replica")
+    fields = ("version", "namespace", "from_stage", "to_stage", "replica", "num_readers")
     here = {field.replace("_", " "): str(getattr(own, field)) for field in fields}
     there = {field.replace("_", " "): str(getattr(peer, field)) for field in fields}
     differences = fact_differences(here, there)
@@ -31,13 +31,15 @@ def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str 
     elif peer.rank not in peer_ranks:
         known = sorted(peer_ranks)
         differences.append(f"peer ranks: {own.side} rank {own.rank} deals with {known}, not with rank {peer.rank}")
+    elif peer.reader >= (own.num_readers if own.side == "source" else 1):
+        differences.append(f"readers: {peer.side} rank {peer.rank} has no reader {peer.reader}")
     differences += fact_differences(own.facts, peer.facts)
     return "; ".join(differences) or None
 
 
 def describe(endpoint: Endpoint) -> str:
     """The endpoint in words, for messages: its side, rank and edge."""
-    return f"{endpoint.side} rank {endpoint.rank} of edge {endpoint.edge.encode()}"
+    return f"{endpoint.side} {endpoint.seat} of edge {endpoint.edge.encode()}"
 
 
 def require_size(transport: str, name: str, nbytes: object, *, at_least: int) -> None:

@@ -1,8 +1,8 @@
 """Where the ranks of a shm transport listen, and who may speak to them.
 
-A rank listens at an abstract Unix address, a digest of the user, the edge, its side and its rank: both stages compute
-it without asking anybody, and it vanishes with the process that holds it, so a killed rank leaves nothing behind.
-Abstract addresses have no permissions, therefore the user of each peer is asked of the kernel.
+A rank listens at an abstract Unix address, a digest of the user, the edge, its side, rank and reader: both stages
+compute it without asking anybody, and it vanishes with the process that holds it, so a killed rank leaves nothing
+behind. Abstract addresses have no permissions, therefore the user of each peer is asked of the kernel.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Peer(NamedTuple):
     gid: int
 
 
-def rank_address(edge: Edge, side: Side, rank: int) -> bytes:
-    """The abstract address of one rank: the same in every process of this user, and no other rank's."""
-    text = "\0".join(("omnikv-shm", str(os.geteuid()), edge.encode(), side, str(rank)))
+def rank_address(edge: Edge, side: Side, rank: int, reader: int = 0) -> bytes:
+    """The abstract address of one reader of a rank: the same in every process of this user, and no other's."""
+    text = "\0".join(("omnikv-shm", str(os.geteuid()), edge.encode(), side, str(rank), str(reader)))
     return b"\0omnikv-" + hashlib.blake2b(text.encode(), digest_size=20).hexdigest().encode()
 
 
@@ -71,7 +71,7 @@ def listen(endpoint: Endpoint) -> socket.socket:
     Raises:
         TransportError: another process serves this rank, or the system refuses.
     """
-    address = rank_address(endpoint.edge, endpoint.side, endpoint.rank)
+    address = rank_address(endpoint.edge, endpoint.side, *endpoint.seat)
     try:
         with ExitStack() as on_failure:
             listener = on_failure.enter_context(open_socket())

@@ -6,14 +6,15 @@ time of that is `retry_at`, and None nearly always. All of it happens under the 
 
 from __future__ import annotations
 
-import enum
 import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from omnikv.errors import ConnectError
-from omnikv.transports.base import Endpoint, Side
+from omnikv.transports.base import Endpoint, Seat, Side
+from omnikv.transports.links import Door, Knock
 from omnikv.transports.pairing import describe
 from omnikv.transports.shm_address import is_same_user, listen, open_socket, peer_of, rank_address
 
@@ -21,16 +22,8 @@ RETRY_S = 0.02
 ACCEPTED_A_TURN = 64
 
 
-class Knock(enum.Enum):
-    """What came of knocking on a peer's address."""
-
-    ANSWERED = "answered"
-    NOBODY = "nobody"
-    BUSY = "busy"
-
-
-class Door:
-    """The listener of `endpoint`. `adopt` takes each connection of the own user, with the rank that was knocked on or
+class ShmDoor(Door):
+    """The listener of `endpoint`. `adopt` takes each connection of the own user, with the seat that was knocked on or
     None; `count` counts and logs what goes wrong; `wake` makes the transport's thread look at `retry_at`.
 
     Raises:
@@ -40,16 +33,15 @@ class Door:
     def __init__(
         self,
         endpoint: Endpoint,
-        adopt: Callable[[socket.socket, int | None], None],
+        adopt: Callable[[socket.socket, Seat | None], None],
         count: Callable[[str, str], None],
         wake: Callable[[], None],
     ) -> None:
-        self.retry_at: float | None = None
         self._endpoint = endpoint
         self._adopt = adopt
         self._count = count
         self._wake = wake
-        self._redial: set[int] = set()
+        self._redial: set[Seat] = set()
         self._listener = listen(endpoint)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -77,8 +69,8 @@ class Door:
                 self._count("refused_foreign_user", f"user {peer.uid} (pid {peer.pid}) knocked and was turned away")
                 connection.close()
 
-    def knock(self, rank: int) -> Knock:
-        """What came of connecting to peer `rank`.
+    def knock(self, seat: Seat) -> Knock:
+        """What came of connecting to the peer at `seat`.
 
         Raises:
             ConnectError: another user's process holds the peer's address.
@@ -87,36 +79,28 @@ class Door:
         try:
             connection = open_socket()
         except OSError as error:
-            self._count("knock_failed", f"cannot knock on peer rank {rank} ({error.strerror}); trying again")
-            return self._knock_later(rank)
+            self._count("knock_failed", f"cannot knock on peer {seat} ({error.strerror}); trying again")
+            return self._knock_later(seat)
         try:
-            connection.connect(rank_address(self._endpoint.edge, peer_side, rank))
+            connection.connect(rank_address(self._endpoint.edge, peer_side, *seat))
         except BlockingIOError:
             connection.close()
-            return self._knock_later(rank)
+            return self._knock_later(seat)
         except OSError:
             connection.close()
             return Knock.NOBODY
         peer = peer_of(connection)
         if not is_same_user(peer):
             connection.close()
-            text = f"the address of peer rank {rank} is held by process {peer.pid} of another user (uid {peer.uid})"
+            text = f"the address of peer {seat} is held by process {peer.pid} of another user (uid {peer.uid})"
             self._count("refused_foreign_user", text)
             raise ConnectError(
                 f"shm: {describe(self._endpoint)}: {text}; both stages must run as the same user",
                 transport="shm",
-                rank=rank,
+                rank=seat.rank,
             )
-        self._adopt(connection, rank)
+        self._adopt(connection, seat)
         return Knock.ANSWERED
-
-    def knock_quietly(self, rank: int) -> None:
-        """Nothing; knocks where nobody waits for what comes of it."""
-        try:
-            self.knock(rank)
-        except ConnectError:
-            # Counted and logged by then, and said again to whoever asks for a payload of that rank.
-            return
 
     def retry_if_due(self) -> None:
         """Nothing; does again what was refused, once `retry_at` has come."""
@@ -125,16 +109,18 @@ class Door:
         self.retry_at = None
         if self._listener.fileno() not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
-        ranks, self._redial = self._redial, set()
-        for rank in ranks:
-            self.knock_quietly(rank)
+        seats, self._redial = self._redial, set()
+        for seat in seats:
+            with suppress(ConnectError):
+                # Counted and logged by then, and said again to whoever asks for a payload of that peer.
+                self.knock(seat)
 
     def close(self) -> None:
         """Nothing; nobody is let in any more."""
         self._listener.close()
 
-    def _knock_later(self, rank: int) -> Knock:
-        self._redial.add(rank)
+    def _knock_later(self, seat: Seat) -> Knock:
+        self._redial.add(seat)
         self._retry_soon()
         return Knock.BUSY
 

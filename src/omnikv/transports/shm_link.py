@@ -11,14 +11,16 @@ import array
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
 
-from omnikv.core.messages import MAX_MESSAGE_NBYTES, Hello
+from omnikv.core.messages import MAX_MESSAGE_NBYTES, ToSource, ToTargetShared
 from omnikv.errors import RemoteProtocolError
-from omnikv.transports.shm_address import Peer, peer_of
+from omnikv.transports.base import Seat, Side
+from omnikv.transports.links import Link
+from omnikv.transports.shm_address import peer_of
 
 MAX_QUEUED_MESSAGES = 4096
 # How many packets of one peer are read before the others get their turn.
@@ -29,31 +31,29 @@ _FDS_NBYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 encode = msgspec.msgpack.Encoder().encode
 
 
-class Link:
-    """A connection to one peer, from its first packet to its last.
+_DECODERS: dict[Side, msgspec.msgpack.Decoder[Any]] = {
+    "source": msgspec.msgpack.Decoder(ToSource),
+    "target": msgspec.msgpack.Decoder(ToTargetShared),
+}
 
-    `rank` is the peer's: known from the start where this side connected, else from its Hello. `wants_to_write` is
-    called with the link when the queue starts or ends.
+
+class ShmLink(Link):
+    """A Unix connection to one peer, of whole packets. `side` is this end's; `watch` is called with the link when the
+    queue starts or ends.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        rank: int | None,
-        decoder: msgspec.msgpack.Decoder[Any],
-        wants_to_write: Callable[[Link], None],
-    ) -> None:
-        self.connection = connection
-        self.rank = rank
-        self.credentials: Peer = peer_of(connection)
-        self.peer: Hello | None = None
-        self.refusal: str | None = None
-        self.is_ready = False
-        self.is_over = False
-        self.was_stuck = False
-        self._decoder = decoder
-        self._wants_to_write = wants_to_write
+    def __init__(self, connection: socket.socket, seat: Seat | None, side: Side, watch: Callable[[Link], None]) -> None:
+        super().__init__(connection, seat)
+        self._credentials = peer_of(connection)
+        self._decoder = _DECODERS[side]
+        self._watch = watch
         self._queue: deque[tuple[bytes, int]] = deque()
+        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
+
+    @property
+    def who(self) -> str:
+        """The process at the other end, as the kernel names it."""
+        return f"pid {self._credentials.pid}"
 
     @property
     def has_queue(self) -> bool:
@@ -68,7 +68,7 @@ class Link:
         if not self._queue and self._send_now(data, fd):
             return
         if len(self._queue) >= MAX_QUEUED_MESSAGES:
-            self.was_stuck = True
+            self.has_stalled = True
             self._cut()
             return
         try:
@@ -79,7 +79,7 @@ class Link:
             return
         self._queue.append((data, own_fd))
         if len(self._queue) == 1:
-            self._wants_to_write(self)
+            self._watch(self)
 
     def flush(self) -> None:
         """Nothing; sends what the socket takes of the queue."""
@@ -90,17 +90,19 @@ class Link:
             if not self.is_over:
                 self._queue.popleft()
                 _close_all([fd] if fd >= 0 else [])
-        self._wants_to_write(self)
+        self._watch(self)
 
-    def receive(self, buffer: bytearray) -> Iterator[tuple[Any, list[int]]]:
-        """The messages that wait, with their descriptors, which the caller closes; sets `is_over` at the end.
+    def receive(self) -> Generator[tuple[Any, list[int]], None, None]:
+        """The messages that wait, each with its descriptors, which are closed afterwards.
 
         Raises:
             RemoteProtocolError: a packet is too long or no message.
         """
         for _ in range(PACKETS_A_TURN):
             try:
-                nbytes, extra, flags, _ = self.connection.recvmsg_into([buffer], _FDS_NBYTES, socket.MSG_CMSG_CLOEXEC)
+                nbytes, extra, flags, _ = self.connection.recvmsg_into(
+                    [self._buffer], _FDS_NBYTES, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -109,16 +111,13 @@ class Link:
             except OSError:
                 nbytes, extra, flags = 0, [], 0
             fds = _descriptors(extra)
-            if not nbytes:
-                _close_all(fds)
-                self.is_over = True
-                return
             try:
-                message = self._decode(buffer, nbytes, flags)
-            except RemoteProtocolError:
+                if not nbytes:
+                    self.is_over = True
+                    return
+                yield self._decode(nbytes, flags), fds
+            finally:
                 _close_all(fds)
-                raise
-            yield message, fds
 
     def close(self) -> None:
         """Nothing; ends the connection. Idempotent."""
@@ -127,13 +126,13 @@ class Link:
         self._queue.clear()
         self.connection.close()
 
-    def _decode(self, buffer: bytearray, nbytes: int, flags: int) -> Any:
+    def _decode(self, nbytes: int, flags: int) -> Any:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise RemoteProtocolError(
                 f"a packet is longer than {MAX_MESSAGE_NBYTES} bytes or brings more descriptors than this process takes"
             )
         try:
-            with memoryview(buffer) as view:
+            with memoryview(self._buffer) as view:
                 return self._decoder.decode(view[:nbytes])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(

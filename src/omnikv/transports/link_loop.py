@@ -1,10 +1,10 @@
-"""The one thread of a shm transport: it keeps the connections, greets the peers, and passes on what they say.
+"""The one thread of a transport between processes: it keeps the connections, greets the peers, passes on what they say.
 
 Both sides say Hello at once on every connection and judge the other's. A link is *ready* when the peer's Hello fits; it
 is *refused* when it does not, or when the peer says so. Refused links stay open and silent, so that the reason stands
 exactly as long as the peer that gave it. Links that are not ready are few: beyond a bound the oldest is closed.
 
-The thread sleeps in `select` without a timeout, except while the door (`shm_door`) has something to try again.
+The thread sleeps in `select` until something comes, or until the door or the role has something to do at a set time.
 
 A forked child has no such thread, only copies of the descriptors; it closes them, because an end that a child keeps
 open would hide its parent's death from the peers and block the parent's address. A fork waits for the lock, under which
@@ -14,28 +14,28 @@ every descriptor comes and goes, so that the child knows all of them and finds t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Any, Protocol
 
-import msgspec
-
-from omnikv.core.messages import MAX_MESSAGE_NBYTES, Hello, Refused, spell_reason
-from omnikv.errors import RemoteProtocolError, TransportError
-from omnikv.transports.base import Endpoint
+from omnikv.core.messages import Hello, Refused, spell_reason
+from omnikv.errors import ConnectError, RemoteProtocolError, TransportError
+from omnikv.transports.base import Endpoint, Seat
+from omnikv.transports.bell import LONGEST_WAIT_S
+from omnikv.transports.links import Door, Knock, Link
 from omnikv.transports.pairing import describe, hello_mismatch
-from omnikv.transports.shm_door import Door, Knock
-from omnikv.transports.shm_link import Link
 
 MAX_UNREADY_LINKS = 64
 # The longest that a fork waits for a transport, should its lock be held by the very thread that forks.
 FORK_WAIT_S = 1.0
 
-log = logging.getLogger("omnikv.shm")
 _forking = threading.local()
 _open_loops: weakref.WeakSet[LinkLoop] = weakref.WeakSet()
 
@@ -43,7 +43,12 @@ _open_loops: weakref.WeakSet[LinkLoop] = weakref.WeakSet()
 class Role(Protocol):
     """What a source or target does with its links; called with the transport's lock held."""
 
-    decoder: msgspec.msgpack.Decoder[Any]
+    @property
+    def due_at(self) -> float | None:
+        """When `on_time` wants to be called next, on the monotonic clock; None while nothing is to be done."""
+
+    def on_time(self, now: float) -> None:
+        """`due_at` has come."""
 
     def link_ready(self, link: Link) -> None:
         """The peer's Hello fits."""
@@ -54,46 +59,72 @@ class Role(Protocol):
     def link_gone(self, link: Link) -> None:
         """The connection ended."""
 
-    def handle(self, link: Link, message: Any, fds: list[int]) -> None:
-        """A ready peer said something. Descriptors are closed afterwards."""
+    def handle(self, link: Link, message: Any, extra: Any) -> None:
+        """A ready peer said something, and this came along with it."""
 
     def stopped(self, error: BaseException | None) -> None:
         """The thread ends, by `close` (None) or by an error."""
 
 
+class Sockets(Protocol):
+    """What a transport brings: its door, and its links."""
+
+    def open_door(
+        self,
+        adopt: Callable[[socket.socket, Seat | None], None],
+        count: Callable[[str, str], None],
+        wake: Callable[[], None],
+    ) -> Door:
+        """The open door. `adopt` takes each new connection, with the seat that was knocked on or None; `count` counts
+        and logs what goes wrong; `wake` makes the transport's thread look at `retry_at`.
+
+        Raises:
+            TransportError: the address is taken, or the system refuses.
+        """
+
+    def open_link(self, connection: socket.socket, seat: Seat | None, watch: Callable[[Link], None]) -> Link:
+        """The link over `connection`; it calls `watch` with itself when its queue starts or ends."""
+
+
 class LinkLoop:
-    """Listens for the peers of `endpoint` and keeps the links to them.
+    """Listens for the peers of `endpoint` and keeps the links to them. `name` is the transport's.
 
     Raises:
-        TransportError: another process serves this rank.
+        TransportError: another process serves this rank, or the system refuses.
     """
 
-    def __init__(self, endpoint: Endpoint, hello: Hello, role: Role, lock: threading.Lock) -> None:
+    def __init__(
+        self, name: str, endpoint: Endpoint, hello: Hello, role: Role, sockets: Sockets, lock: threading.Lock
+    ) -> None:
         self.counters: dict[str, int] = {}
         # What ended the thread, where it was not `close`.
         self.ended_by: BaseException | None = None
+        self._name = name
+        self._log = logging.getLogger(f"omnikv.{name}")
         self._endpoint = endpoint
         self._hello = hello
         self._role = role
+        self._sockets = sockets
         self.lock = lock
         self._unready: dict[Link, None] = {}
         self._ready: set[Link] = set()
         self._logged: set[str] = set()
         self._closing = False
         # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
-        self._max_unready = MAX_UNREADY_LINKS + 2 * len(endpoint.peer_ranks)
-        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._door = Door(endpoint, self._adopt, self.count, self._wake)
+        self._max_unready = MAX_UNREADY_LINKS + 2 * len(endpoint.peers())
+        # Until when the thread sleeps; infinite while it has no reason to wake by itself, and 0 while it is awake.
+        self._sleeps_until = 0.0
+        self._door = sockets.open_door(self._adopt, self.count, self._wake)
         try:
             self._selector = selectors.DefaultSelector()
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
             self._door.close()
-            raise TransportError(f"shm: {describe(endpoint)} cannot start: {error}", transport="shm") from error
+            raise TransportError(f"{name}: {describe(endpoint)} cannot start: {error}", transport=name) from error
         self._door.watch(self._selector)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
-        name = f"omnikv-shm-{endpoint.side}-{endpoint.rank}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread_name = f"omnikv-{name}-{endpoint.side}-{endpoint.rank}"
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
 
     @property
     def has_ended(self) -> bool:
@@ -105,20 +136,27 @@ class LinkLoop:
         _open_loops.add(self)
         self._thread.start()
         with self.lock:
-            for rank in self._endpoint.peer_ranks:
-                self._door.knock_quietly(rank)
+            for seat in self._endpoint.peers():
+                with suppress(ConnectError):
+                    # Counted and logged by then, and said again to whoever asks for a payload of that peer.
+                    self._door.knock(seat)
 
-    def knock(self, rank: int) -> Knock:
-        """What came of connecting to peer `rank`; a connection that is being greeted counts as answered.
+    def knock(self, seat: Seat) -> Knock:
+        """What came of connecting to the peer at `seat`; a connection that is being greeted counts as answered.
 
         Raises:
-            ConnectError: another user's process holds the peer's address.
+            ConnectError: the peer's address is held by somebody who is no peer.
         """
-        return Knock.ANSWERED if self.is_greeting(rank) else self._door.knock(rank)
+        return Knock.ANSWERED if self.is_greeting(seat) else self._door.knock(seat)
 
-    def is_greeting(self, rank: int) -> bool:
-        """Whether a connection to peer `rank` is up whose greeting has not ended."""
-        return any(link.rank == rank and link.refusal is None for link in self._unready)
+    def is_greeting(self, seat: Seat) -> bool:
+        """Whether a connection to the peer at `seat` is up whose greeting has not ended."""
+        return any(link.seat == seat and link.refusal is None for link in self._unready)
+
+    def wake_by(self, due_at: float) -> None:
+        """Nothing; the role's `due_at` has become `due_at`: the thread wakes in time. Call with the lock."""
+        if due_at < self._sleeps_until and not self._closing:
+            self._wake()
 
     def forget(self, link: Link) -> None:
         """Nothing; ends `link` and tells the role. Idempotent."""
@@ -126,8 +164,8 @@ class LinkLoop:
             return
         self._ready.discard(link)
         self._unready.pop(link, None)
-        if link.was_stuck:
-            self.count("stuck_peers", f"peer rank {link.rank} (pid {link.credentials.pid}) reads nothing: cut off")
+        if link.has_stalled:
+            self.count("stuck_peers", f"peer {link.seat} ({link.who}) reads nothing: cut off")
         self._selector.unregister(link.connection)
         link.close()
         self._role.link_gone(link)
@@ -137,7 +175,7 @@ class LinkLoop:
         self.counters[kind] = self.counters.get(kind, 0) + 1
         level = logging.DEBUG if kind in self._logged else logging.WARNING
         self._logged.add(kind)
-        log.log(level, "shm: %s: %s", describe(self._endpoint), text)
+        self._log.log(level, "%s: %s: %s", self._name, describe(self._endpoint), text)
 
     def close(self) -> None:
         """Nothing; ends every link and the thread. Idempotent; call without the lock."""
@@ -162,8 +200,8 @@ class LinkLoop:
         try:
             while self._serve():
                 pass
-        except Exception as caught:  # edge: top of the transport's thread; whoever waits must be told
-            log.exception("shm: %s: its thread ends", describe(self._endpoint))
+        except Exception as caught:  # edge: top of the thread; whoever waits must be told  # noqa: BLE001
+            self._log.exception("%s: %s: its thread ends", self._name, describe(self._endpoint))
             error = caught
         with self.lock:
             self._closing = True
@@ -172,10 +210,13 @@ class LinkLoop:
 
     def _serve(self) -> bool:
         with self.lock:
-            retry_at = self._door.retry_at
-        timeout_s = None if retry_at is None else max(0.0, retry_at - time.monotonic())
+            times = [due_at for due_at in (self._door.retry_at, self._role.due_at) if due_at is not None]
+            self._sleeps_until = min(times, default=math.inf)
+        # Cut, since the system refuses to sleep for very long; waking early does nothing.
+        timeout_s = min(max(0.0, self._sleeps_until - time.monotonic()), LONGEST_WAIT_S) if times else None
         events = self._selector.select(timeout_s)
         with self.lock:
+            self._sleeps_until = 0.0
             for key, mask in events:
                 if isinstance(key.data, Link):
                     self._turn(key.data, mask)
@@ -184,6 +225,9 @@ class LinkLoop:
                 else:
                     os.eventfd_read(self._wake_fd)
             self._door.retry_if_due()
+            due_at, now = self._role.due_at, time.monotonic()
+            if due_at is not None and due_at <= now:
+                self._role.on_time(now)
             return not self._closing
 
     def _tear_down(self, error: BaseException | None) -> None:
@@ -199,11 +243,11 @@ class LinkLoop:
         self._door.close()
         os.close(self._wake_fd)
 
-    def _adopt(self, connection: socket.socket, rank: int | None) -> None:
+    def _adopt(self, connection: socket.socket, seat: Seat | None) -> None:
         while len(self._unready) >= self._max_unready:
             self.count("evicted", f"more than {self._max_unready} connections without a Hello: the oldest is closed")
             self.forget(next(iter(self._unready)))
-        link = Link(connection, rank, self._role.decoder, self._watch)
+        link = self._sockets.open_link(connection, seat, self._watch)
         self._unready[link] = None
         self._selector.register(connection, selectors.EVENT_READ, link)
         link.send(self._hello)
@@ -221,38 +265,36 @@ class LinkLoop:
         if not mask & selectors.EVENT_READ:
             return
         try:
-            for message, fds in link.receive(self._buffer):
-                try:
-                    self._dispatch(link, message, fds)
-                finally:
-                    for fd in fds:
-                        os.close(fd)
+            with closing(link.receive()) as messages:
+                for message, extra in messages:
+                    self._dispatch(link, message, extra)
         except RemoteProtocolError as error:
-            who = f"peer rank {link.rank}" if link.peer else "a stranger"
-            self.count("refused_message", f"{who} (pid {link.credentials.pid}) is refused: {error}")
+            who = f"peer {link.seat}" if link.peer else "a stranger"
+            self.count("refused_message", f"{who} ({link.who}) is refused: {error}")
             link.refusal = str(error)
             link.send(Refused(spell_reason(link.refusal)))
             self.forget(link)
         if link.is_over:
             self.forget(link)
 
-    def _dispatch(self, link: Link, message: Any, fds: list[int]) -> None:
+    def _dispatch(self, link: Link, message: Any, extra: Any) -> None:
         if isinstance(message, Hello):
             self._greet(link, message)
         elif isinstance(message, Refused):
             self._refuse(link, link.refusal or f"it says: {message.reason}")
         elif link.is_ready:
-            self._role.handle(link, message, fds)
+            self._role.handle(link, message, extra)
         elif link.peer is None:
             raise RemoteProtocolError(f"{type(message).__name__} came before Hello")
 
     def _greet(self, link: Link, peer: Hello) -> None:
-        if link.peer is not None or (link.rank is not None and link.rank != peer.rank):
-            raise RemoteProtocolError(f"an unexpected Hello of rank {peer.rank}")
-        link.peer, link.rank = peer, peer.rank
+        seat = Seat(peer.rank, peer.reader)
+        if link.peer is not None or link.seat not in (None, seat):
+            raise RemoteProtocolError(f"an unexpected Hello of {seat}")
+        link.peer, link.seat = peer, seat
         reason = hello_mismatch(self._hello, peer, self._endpoint.peer_ranks)
         if reason is not None:
-            self.count("refused_peers", f"{peer.side} rank {peer.rank} (pid {peer.pid}) does not fit: {reason}")
+            self.count("refused_peers", f"{peer.side} {seat} (pid {peer.pid}) does not fit: {reason}")
             link.send(Refused(spell_reason(reason)))
             self._refuse(link, reason)
         elif link.refusal is None:

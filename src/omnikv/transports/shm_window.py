@@ -1,0 +1,70 @@
+"""How a shm target sees its sources' payloads: it maps each segment shared with it, once, and reads in place."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+from omnikv.core.messages import Ready, Retired, Segment
+from omnikv.errors import RemoteProtocolError
+from omnikv.transports.links import Link
+from omnikv.transports.shm_address import is_sealed
+from omnikv.transports.shm_pool import MAX_SEGMENTS
+from omnikv.transports.wants import Arrival
+
+
+class ShmWindow:
+    """The segments that sources share with this target. A mapping ends with the last view of it."""
+
+    def __init__(self) -> None:
+        self._segments: dict[Link, dict[int, memoryview]] = {}
+
+    def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | None:
+        """The payload that lies ready in shared memory; a segment that is shared is mapped, a retired one forgotten.
+
+        Raises:
+            RemoteProtocolError: descriptors that belong to nothing, memory that could vanish, or no such place.
+        """
+        if bool(extra) != isinstance(message, Segment):
+            raise RemoteProtocolError("a descriptor belongs to a Segment and to nothing else")
+        if isinstance(message, Ready):
+            return self._find(link, message)
+        if isinstance(message, Segment):
+            self._map(link, message, extra)
+        elif isinstance(message, Retired):
+            self._segments[link].pop(message.segment, None)
+        return None
+
+    def link_ready(self, link: Link) -> None:
+        """A source that has shared nothing yet."""
+        self._segments[link] = {}
+
+    def link_gone(self, link: Link) -> None:
+        """Nothing; forgets its segments, which stay mapped while they are read."""
+        self._segments.pop(link, None)
+
+    def close(self) -> None:
+        """Nothing; forgets all."""
+        self._segments.clear()
+
+    def _find(self, link: Link, ready: Ready) -> Arrival:
+        segment = self._segments[link].get(ready.segment)
+        if segment is None or ready.offset + ready.nbytes > segment.nbytes:
+            raise RemoteProtocolError(f"a payload outside of shared memory: {ready}")
+        return Arrival(ready.ask, ready.lease, segment[ready.offset : ready.offset + ready.nbytes])
+
+    def _map(self, link: Link, shared: Segment, fds: list[int]) -> None:
+        segments = self._segments[link]
+        if len(fds) != 1 or shared.segment in segments or len(segments) >= MAX_SEGMENTS:
+            raise RemoteProtocolError(
+                f"segment {shared.segment} comes with {len(fds)} descriptors, or again, or after {MAX_SEGMENTS} others"
+            )
+        if not is_sealed(fds[0], shared.nbytes):
+            raise RemoteProtocolError(f"segment {shared.segment} is no sealed memory of {shared.nbytes} bytes")
+        try:
+            # Writable, because tensors cannot be made on read-only memory without a warning; nobody writes to it.
+            segments[shared.segment] = memoryview(mmap.mmap(fds[0], shared.nbytes))
+        except (OSError, ValueError) as error:
+            raise RemoteProtocolError(
+                f"segment {shared.segment} of {shared.nbytes} bytes cannot be mapped: {error}"
+            ) from error
