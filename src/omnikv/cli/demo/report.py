@@ -9,7 +9,6 @@ from rich.text import Text
 
 from omnikv.cli.demo.result import DemoResult, RankRow
 
-WIDTH = 100
 _LABEL_WIDTH = 12
 
 

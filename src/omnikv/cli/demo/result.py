@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omnikv.cli.demo.plan import DemoRequest
-from omnikv.cli.demo.processes import RankProcess
+from omnikv.cli.demo.plan import DemoRequest, RankJob
+from omnikv.cli.ranks.processes import RankProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class DemoResult:
 def make_result(
     request: DemoRequest,
     model_dir: Path,
-    prefill: list[RankProcess],
-    decode: list[RankProcess],
-    reference: RankProcess,
+    prefill: list[RankProcess[RankJob]],
+    decode: list[RankProcess[RankJob]],
+    reference: RankProcess[RankJob],
     *,
     total_s: float,
 ) -> DemoResult:
@@ -108,7 +108,7 @@ def make_result(
     )
 
 
-def _prefill_row(rank: RankProcess) -> RankRow:
+def _prefill_row(rank: RankProcess[RankJob]) -> RankRow:
     facts = rank.events.get("sent")
     if facts is None:
         return RankRow(
@@ -124,7 +124,7 @@ def _prefill_row(rank: RankProcess) -> RankRow:
     )
 
 
-def _decode_row(rank: RankProcess, sent: dict[int, dict[str, Any]]) -> RankRow:
+def _decode_row(rank: RankProcess[RankJob], sent: dict[int, dict[str, Any]]) -> RankRow:
     outcome = rank.events["outcome"]
     if outcome["verdict"] == "drop":
         return RankRow(

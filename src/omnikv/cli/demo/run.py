@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from omnikv.cli.demo.errors import DemoFailed
 from omnikv.cli.demo.plan import DemoRequest, RankJob, Role, read_model_shape
-from omnikv.cli.demo.processes import RankProcess, RankProcesses
 from omnikv.cli.demo.result import DemoResult, make_result
+from omnikv.cli.ranks.errors import RunFailed
+from omnikv.cli.ranks.processes import RankProcess, RankProcesses
 
 Say = Callable[[str], None]
 # Senders are ready when the wait begins, so this bounds the fallback even where a death could not be noticed.
@@ -28,7 +28,7 @@ def run_demo(request: DemoRequest, model_dir: Path, say: Say) -> DemoResult:
 
     Raises:
         ConfigError: the model cannot be spread as asked; nothing was started.
-        DemoFailed: a rank died or the deadline passed. Its logs are kept, and every process is gone.
+        RunFailed: a rank died or the deadline passed. Its logs are kept, and every process is gone.
     """
     shape = read_model_shape(model_dir)
     request.require_fit(shape)
@@ -40,7 +40,7 @@ def run_demo(request: DemoRequest, model_dir: Path, say: Say) -> DemoResult:
             prefill, decode, reference = _start(request, model_dir, shape.num_kv_heads, run_dir, processes, say)
             _hand_over(request, prefill, decode, reference, processes, say)
         return make_result(request, model_dir, prefill, decode, reference, total_s=time.monotonic() - started_s)
-    except DemoFailed:
+    except RunFailed:
         keeps_logs = True
         raise
     finally:
@@ -50,7 +50,7 @@ def run_demo(request: DemoRequest, model_dir: Path, say: Say) -> DemoResult:
 
 def _start(
     request: DemoRequest, model_dir: Path, num_kv_heads: int, run_dir: Path, processes: RankProcesses, say: Say
-) -> tuple[list[RankProcess], list[RankProcess], RankProcess]:
+) -> tuple[list[RankProcess[RankJob]], list[RankProcess[RankJob]], RankProcess[RankJob]]:
     namespace = f"demo-{uuid.uuid4().hex[:16]}"
 
     def job(role: Role, rank: int) -> RankJob:
@@ -77,9 +77,9 @@ def _start(
 
 def _hand_over(
     request: DemoRequest,
-    prefill: list[RankProcess],
-    decode: list[RankProcess],
-    reference: RankProcess,
+    prefill: list[RankProcess[RankJob]],
+    decode: list[RankProcess[RankJob]],
+    reference: RankProcess[RankJob],
     processes: RankProcesses,
     say: Say,
 ) -> None:

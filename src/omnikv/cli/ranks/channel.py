@@ -1,7 +1,7 @@
 """JSON lines between the orchestrator and one rank, over a socket pair of their own.
 
 Standard output stays free for whatever libraries write there. The rank's end has a thread that reads: when the
-orchestrator is gone, in whatever way, it ends the rank at once, so that no rank outlives its demo.
+orchestrator is gone, in whatever way, it ends the rank at once, so that no rank outlives its run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankChannel:
         """Takes over the inherited descriptor `fd`, the rank's end of the socket pair."""
         self._socket = socket.socket(fileno=fd)
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._read, name="omnikv-demo-channel", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="omnikv-rank-channel", daemon=True)
         self._thread.start()
 
     def tell(self, event: str, **facts: Any) -> None:

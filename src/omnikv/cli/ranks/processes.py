@@ -1,4 +1,4 @@
-"""The ranks of a demo as processes: started, heard, and ended on every path.
+"""Ranks as processes of their own: started, heard, and ended on every path.
 
 Each rank runs in a session of its own, so Ctrl-C reaches the orchestrator only, which then ends every rank by its
 process id. A rank is known to be gone when its end of the socket pair closes, which the system does even for a rank
@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from omnikv.cli.demo.channel import LineReader, encode_line
-from omnikv.cli.demo.errors import DemoFailed
-from omnikv.cli.demo.plan import RankJob
+from omnikv.cli.ranks.channel import LineReader, encode_line
+from omnikv.cli.ranks.errors import RunFailed
+from omnikv.cli.ranks.nursery import Nursery, NurseryChild
 
 # One thread a process: ranks share the cores, and more threads than cores make each of them slower, not faster.
 RANK_ENVIRONMENT = {
@@ -33,15 +33,33 @@ RANK_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-LAST_EVENT = {"prefill": "drained", "decode": "finished", "reference": "finished"}
 LOG_TAIL_LINES = 6
 EXIT_GRACE_S = 5.0
 
 
-class RankProcess:
+class Job(Protocol):
+    """What one rank is to do. `program` is the module whose `work(channel)` does it."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def program(self) -> str: ...
+
+    @property
+    def last_event(self) -> str:
+        """What the rank tells when nothing is left for it to do."""
+
+    def to_message(self) -> dict[str, Any]: ...
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+class RankProcess(Generic[JobT]):
     """One rank's process, and the events heard from it, by name."""
 
-    def __init__(self, job: RankJob, log_path: Path) -> None:
+    def __init__(self, job: JobT, log_path: Path, nursery: Nursery | None = None) -> None:
         self.job = job
         self.log_path = log_path
         self.events: dict[str, dict[str, Any]] = {}
@@ -49,21 +67,17 @@ class RankProcess:
         self.is_gone = False
         self._reader = LineReader()
         self.socket, rank_end = socket.socketpair()
-        with rank_end, log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "omnikv.cli.demo.rank", str(rank_end.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **RANK_ENVIRONMENT},
-                pass_fds=(rank_end.fileno(),),
-                start_new_session=True,
+        with rank_end:
+            self._process: subprocess.Popen[bytes] | NurseryChild = (
+                _started_alone(job.program, rank_end.fileno(), log_path)
+                if nursery is None
+                else nursery.start(job.program, rank_end.fileno(), log_path)
             )
         self._send(job.to_message())
 
     @property
     def is_done(self) -> bool:
-        return LAST_EVENT[self.job.role] in self.events
+        return self.job.last_event in self.events
 
     @property
     def pid(self) -> int:
@@ -115,50 +129,64 @@ class RankProcess:
             return
 
 
-class RankProcesses:
-    """All ranks of one demo. Leaving the context ends every process that is still there."""
+def _started_alone(program: str, fd: int, log_path: Path) -> subprocess.Popen[bytes]:
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", program, str(fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **RANK_ENVIRONMENT},
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
 
-    def __init__(self, log_dir: Path, *, deadline: float) -> None:
-        """`deadline` (monotonic seconds) bounds every wait."""
+
+class RankProcesses:
+    """All ranks of one run. Leaving the context ends every process that is still there."""
+
+    def __init__(self, log_dir: Path, *, deadline: float, nursery: Nursery | None = None) -> None:
+        """`deadline` (monotonic seconds) bounds every wait. Ranks are forked from `nursery`, or started alone."""
         self._log_dir = log_dir
+        self._nursery = nursery
         self._deadline = deadline
-        self._ranks: list[RankProcess] = []
+        self._ranks: list[RankProcess[Any]] = []
         self._selector = selectors.DefaultSelector()
 
-    def start(self, job: RankJob) -> RankProcess:
+    def start(self, job: JobT) -> RankProcess[JobT]:
         """A process that works on `job`."""
-        rank = RankProcess(job, self._log_dir / f"{job.title.replace(' ', '-')}.log")
+        rank = RankProcess(job, self._log_dir / f"{job.title.replace(' ', '-')}.log", self._nursery)
         self._ranks.append(rank)
         self._selector.register(rank.socket, selectors.EVENT_READ, rank)
         return rank
 
-    def wait_for(self, event: str, ranks: Iterable[RankProcess]) -> None:
+    def wait_for(self, event: str, ranks: Iterable[RankProcess[Any]]) -> None:
         """Nothing, once each of `ranks` has told `event`.
 
         Raises:
-            DemoFailed: a rank is gone before its work is done, or the deadline passed; with the end of its log.
+            RunFailed: a rank is gone before its work is done, or the deadline passed; with the end of its log.
         """
         waited_for = list(ranks)
         while lagging := [rank for rank in waited_for if event not in rank.events]:
             remaining_s = self._deadline - time.monotonic()
             if remaining_s <= 0:
-                raise DemoFailed(self._late_message(event, lagging))
+                raise RunFailed(self._late_message(event, lagging))
             for key, _ in self._selector.select(remaining_s):
                 self._hear(key.data)
 
-    def _hear(self, rank: RankProcess) -> None:
+    def _hear(self, rank: RankProcess[Any]) -> None:
         rank.hear()
         if rank.is_gone:
             self._selector.unregister(rank.socket)
             if not rank.is_done and rank.killed_at_s is None:
-                raise DemoFailed(self._death_message(rank))
+                raise RunFailed(self._death_message(rank))
 
-    def _late_message(self, event: str, lagging: list[RankProcess]) -> str:
+    def _late_message(self, event: str, lagging: list[RankProcess[Any]]) -> str:
         tails = "\n".join(f"{rank.job.title}:\n{rank.log_tail()}" for rank in lagging)
         titles = ", ".join(rank.job.title for rank in lagging)
         return f"time ran out (--timeout-s) waiting for {titles} to be {event!r}; logs in {self._log_dir}\n{tails}"
 
-    def _death_message(self, first: RankProcess) -> str:
+    def _death_message(self, first: RankProcess[Any]) -> str:
         """Who died and what each wrote last: the first one noticed is often only the victim of another."""
         first.exit_status(EXIT_GRACE_S)
         parts = []

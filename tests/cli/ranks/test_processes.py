@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from omnikv.cli.demo.channel import ORPHANED_EXIT_STATUS, LineReader, encode_line
-from omnikv.cli.demo.errors import DemoFailed
 from omnikv.cli.demo.plan import RankJob
-from omnikv.cli.demo.processes import RankProcesses
+from omnikv.cli.ranks.channel import ORPHANED_EXIT_STATUS, LineReader, encode_line
+from omnikv.cli.ranks.errors import RunFailed
+from omnikv.cli.ranks.processes import RankProcesses
 
 
 def a_reference_job(model_dir):
@@ -51,7 +51,7 @@ def test_messages_come_out_whole_however_the_bytes_were_cut():
 def test_a_rank_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     missing = tmp_path / "no-model"
     with (
-        pytest.raises(DemoFailed, match=r"reference ended early \(exit status 1\)") as failure,
+        pytest.raises(RunFailed, match=r"reference ended early \(exit status 1\)") as failure,
         RankProcesses(tmp_path, deadline=time.monotonic() + 60) as processes,
     ):
         processes.wait_for("finished", [processes.start(a_reference_job(missing))])
@@ -63,7 +63,7 @@ def test_a_rank_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
 def test_a_rank_that_is_too_slow_is_named_and_ended(tmp_path):
     with RankProcesses(tmp_path, deadline=time.monotonic()) as processes:
         rank = processes.start(a_reference_job(tmp_path))
-        with pytest.raises(DemoFailed, match=r"time ran out \(--timeout-s\) waiting for reference to be 'finished'"):
+        with pytest.raises(RunFailed, match=r"time ran out \(--timeout-s\) waiting for reference to be 'finished'"):
             processes.wait_for("finished", [rank])
 
     assert not is_running(rank.pid)
@@ -85,7 +85,7 @@ def test_an_interruption_ends_every_rank(tmp_path):
 
 def test_a_rank_whose_orchestrator_is_gone_ends_itself():
     program = (
-        "import sys, time; from omnikv.cli.demo.channel import RankChannel; "
+        "import sys, time; from omnikv.cli.ranks.channel import RankChannel; "
         "RankChannel(int(sys.argv[1])).tell('ready'); time.sleep(60)"
     )
     ours, theirs = socket.socketpair()
