@@ -33,7 +33,10 @@ def rows(outcome, role):
     return [row for row in outcome["ranks"] if row["role"] == role]
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3)])
+HEADS = {1: [[0, 1, 2]], 2: [[0, 1], [2]], 3: [[0], [1], [2]]}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
 def test_the_text_is_that_of_a_single_process(tiny_model_dir, tmp_path, prefill_tp, decode_tp):
     options = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
     done, outcome = run_demo(tiny_model_dir, tmp_path, *options)
@@ -45,9 +48,8 @@ def test_the_text_is_that_of_a_single_process(tiny_model_dir, tmp_path, prefill_
     assert len(outcome["tokens"]) == NUM_TOKENS
     assert outcome["verdict"] == "keep"
     assert [row["state"] for row in outcome["ranks"]] == ["sent"] * prefill_tp + ["kept"] * decode_tp
-    heads = [[0], [1], [2]]
-    assert [row["heads"] for row in rows(outcome, "prefill")] == (heads if prefill_tp == 3 else [[0, 1, 2]])
-    assert [row["heads"] for row in rows(outcome, "decode")] == (heads if decode_tp == 3 else [[0, 1, 2]])
+    assert [row["heads"] for row in rows(outcome, "prefill")] == HEADS[prefill_tp]
+    assert [row["heads"] for row in rows(outcome, "decode")] == HEADS[decode_tp]
     assert outcome["payload_bytes"] == sum(row["nbytes"] for row in rows(outcome, "decode"))
     assert outcome["payload_bytes"] > 3 * outcome["num_prompt_tokens"] * NBYTES_A_HEAD_AND_TOKEN
     assert outcome["handoff_ms"] > 0
@@ -66,12 +68,12 @@ def test_when_a_prefill_rank_is_killed_every_decode_rank_recomputes(tiny_model_d
     assert any("ProducerFailed" in cause for cause in outcome["causes"].values())
 
 
-def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
-    done, outcome = run_demo(tiny_model_dir, tmp_path, "--prefill-tp", "2")
+def test_more_ranks_than_query_heads_are_refused_before_anything_starts(tiny_model_dir, tmp_path):
+    done, outcome = run_demo(tiny_model_dir, tmp_path, "--prefill-tp", "10")
 
     assert done.returncode == 2
     assert outcome is None
-    assert "sizes that work: 1, 3" in " ".join(done.stderr.split())
+    assert "--prefill-tp 10 leaves ranks of this model without a query head" in " ".join(done.stderr.split())
     assert "Starting" not in done.stderr
 
 

@@ -21,10 +21,33 @@ def a_model_dir(path, config):
     return path
 
 
-def test_a_size_that_does_not_divide_the_heads_is_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"--decode-tp 2 does not divide .* 3 KV heads\); sizes that work: 1, 3"):
-        a_request(decode_tp=2).require_fit(SMOLLM2_SHAPE)
-    a_request(decode_tp=3).require_fit(SMOLLM2_SHAPE)
+@pytest.mark.parametrize("decode_tp", [1, 2, 3, 4, 9])
+def test_any_size_that_leaves_every_rank_a_query_head_fits(decode_tp):
+    a_request(decode_tp=decode_tp).require_fit(SMOLLM2_SHAPE)
+
+
+def test_more_ranks_than_query_heads_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"--decode-tp 10 leaves ranks .* without a query head: it has 9 on 3 KV heads"
+    ):
+        a_request(decode_tp=10).require_fit(SMOLLM2_SHAPE)
+
+
+def test_query_heads_that_are_no_multiple_of_the_kv_heads_are_refused():
+    with pytest.raises(ConfigError, match="8 query heads are no multiple of 3 KV heads"):
+        ModelShape(num_attention_heads=8, num_kv_heads=3, intermediate_size=16)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "heads"),
+    [
+        (2, [(0, 1, 2, 3, 4, 5), (6, 7, 8)]),
+        (3, [(0, 1, 2), (3, 4, 5), (6, 7, 8)]),
+        (4, [(0,), (1, 2), (3, 4, 5), (6, 7, 8)]),
+    ],
+)
+def test_every_rank_has_the_query_heads_that_read_its_kv_heads(tp_size, heads):
+    assert SMOLLM2_SHAPE.query_heads(tp_size) == heads
 
 
 def test_sizes_that_work_give_every_rank_equal_shares():

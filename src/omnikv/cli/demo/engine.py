@@ -1,6 +1,7 @@
 """A transformers model as one rank of a stage runs it: prefill, greedy decode, and the reference to compare with.
 
-Tensor parallelism is transformers' own, over gloo. All ranks of a stage must call the same methods in the same order.
+Tensor parallelism is transformers' own, over gloo, or ours where the ranks do not divide the model's heads (`uneven`).
+All ranks of a stage must call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from omnikv.cli.demo.plan import read_model_shape
+from omnikv.cli.demo.uneven import keep_share
 from omnikv.errors import ConfigError
 
 
@@ -40,7 +43,7 @@ class Engine:
         """Loads both from `model_dir`; with `tp_size` > 1 this rank's shards only, after `join_stage`.
 
         Raises:
-            ConfigError: the directory has no tokenizer.
+            ConfigError: the directory has no tokenizer, or its model cannot be spread over so many ranks.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,9 +52,14 @@ class Engine:
             self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{model_dir} has no tokenizer that transformers can read: {error}") from error
+        shape = read_model_shape(model_dir)
+        is_even = tp_size in shape.tp_sizes()
+        options = _parallel_options(tp_size) if is_even else {}
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, **_parallel_options(tp_size)
+            model_dir, dtype=torch.float32, local_files_only=True, **options
         ).eval()
+        if not is_even:
+            keep_share(self.model, shape, dist.get_rank(), tp_size)
         parameters = inspect.signature(self.model.forward).parameters
         # Renamed in transformers 5.24.
         self._cache_parameter = "cache" if "cache" in parameters else "past_key_values"

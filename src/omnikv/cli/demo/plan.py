@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnikv.core.keys import Edge
-from omnikv.core.reshard import Route, split_heads
+from omnikv.core.reshard import HeadIds, Route, split_heads
 from omnikv.errors import ConfigError
 
 Role = Literal["prefill", "decode", "reference"]
@@ -19,16 +19,42 @@ LONGEST_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that decide over how many ranks it can be spread."""
+    """The sizes of a model that decide over how many ranks it can be spread.
+
+    Raises:
+        ConfigError: the query heads are no multiple of the KV heads.
+    """
 
     num_attention_heads: int
     num_kv_heads: int
     intermediate_size: int
 
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_attention_heads} query heads are no multiple of {self.num_kv_heads} KV heads: this is no "
+                "Llama-like model"
+            )
+
     def tp_sizes(self) -> list[int]:
         """The tensor-parallel sizes that give every rank whole heads and equal shares, ascending."""
         sizes = (self.num_attention_heads, self.num_kv_heads, self.intermediate_size)
         return [tp for tp in range(1, self.num_kv_heads + 1) if all(size % tp == 0 for size in sizes)]
+
+    def query_heads(self, tp_size: int) -> list[HeadIds]:
+        """The query heads of each rank: all that read its KV heads or, where ranks share a KV head, a part of those.
+
+        With more ranks than query heads, some rank has none.
+        """
+        kv_heads = split_heads(self.num_kv_heads, tp_size)
+        group = self.num_attention_heads // self.num_kv_heads
+        shares = []
+        for rank, heads in enumerate(kv_heads):
+            readers = tuple(head * group + at for head in heads for at in range(group))
+            sharers = [other for other, theirs in enumerate(kv_heads) if theirs == heads]
+            start, stop = (len(readers) * at // len(sharers) for at in (sharers.index(rank), sharers.index(rank) + 1))
+            shares.append(readers[start:stop])
+        return shares
 
 
 def read_model_shape(model_dir: Path) -> ModelShape:
@@ -92,17 +118,16 @@ class DemoRequest:
             )
 
     def require_fit(self, shape: ModelShape) -> None:
-        """Nothing, when the model can be spread as asked.
+        """Nothing, when the model can be spread as asked: every rank gets a query head and the KV head that it reads.
 
         Raises:
-            ConfigError: a tensor-parallel size does not divide the model; the message names those that do.
+            ConfigError: there are too many ranks.
         """
-        possible = shape.tp_sizes()
         for option, tp_size in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
-            if tp_size not in possible:
+            if not all(shape.query_heads(tp_size)):
                 raise ConfigError(
-                    f"{option} {tp_size} does not divide this model ({shape.num_attention_heads} query heads, "
-                    f"{shape.num_kv_heads} KV heads); sizes that work: {', '.join(map(str, possible))}"
+                    f"{option} {tp_size} leaves ranks of this model without a query head: it has "
+                    f"{shape.num_attention_heads} on {shape.num_kv_heads} KV heads"
                 )
 
 
