@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omnikv.cli.demo.channel import RankChannel
 from omnikv.cli.demo.engine import Engine, join_stage
 from omnikv.cli.demo.plan import REQUEST_ID, RankJob
+from omnikv.cli.ranks.channel import RankChannel
 from omnikv.errors import RemoteProtocolError
 from omnikv.groups.base import Group
 from omnikv.groups.threads import ThreadGroup
@@ -32,7 +32,11 @@ SHM_OPTIONS = {"segment_nbytes": 4 << 20}
 
 def main() -> None:
     """Work on the job that comes over the inherited descriptor, and exit."""
-    channel = RankChannel(int(sys.argv[1]))
+    work(RankChannel(int(sys.argv[1])))
+
+
+def work(channel: RankChannel) -> None:
+    """Work on the job that comes over `channel`."""
     job = RankJob.from_message(channel.next_message())
     {"prefill": run_prefill, "decode": run_decode, "reference": run_reference}[job.role](job, channel)
 
