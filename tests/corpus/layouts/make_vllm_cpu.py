@@ -1,9 +1,11 @@
 """Writes `vllm_cpu.json` beside it: keys and values that transformers computes, and the blocks that vLLM keeps them in.
 
 A tiny seeded Llama runs a prompt through transformers, whose cache gives each token's key and value. They are written
-into blocks one element at a time, from what the vector kernels of vLLM 0.30.0 for a CPU do and not by omnikv's own code:
-a block of one head is `block_size * 2 * head_dim` elements, first all keys as `[head_dim, block_size]`, then all values
-as `[block_size, head_dim]`. What no token fills is -1. Run `python tests/corpus/layouts/make_vllm_cpu.py` after a change.
+into blocks one element at a time, from what the vector kernels of vLLM 0.30.0 for a CPU do and not by omnikv's code: a
+block of one head is `block_size * 2 * head_dim` elements, first all keys as `[head_dim, block_size]`, then all values
+as `[block_size, head_dim]`. What no token fills is -1. Run it after a change:
+
+    python tests/corpus/layouts/make_vllm_cpu.py
 """
 
 from __future__ import annotations
