@@ -146,7 +146,7 @@ class KVSender(_RouteEnd):
         Raises:
             ConfigError: `timeout_s` is no number of seconds.
         """
-        return self._transport.drain(deadline=time.monotonic() + _seconds(timeout_s))
+        return self._transport.drain(deadline=time.monotonic() + seconds(timeout_s))
 
     def __enter__(self) -> KVSender:
         return self
@@ -201,7 +201,7 @@ class KVReceiver(_RouteEnd):
             ConnectError: a sender states another route.
             TransportError: the transport failed.
         """
-        wait_s = self.config.receive_timeout_s if timeout_s is None else _seconds(timeout_s)
+        wait_s = self.config.receive_timeout_s if timeout_s is None else seconds(timeout_s)
         with self._role_fetch(request_id, role, attempt) as fetch:
             gather(self._transport, {fetch: True}, deadline=time.monotonic() + wait_s)
             return fetch.require()
@@ -231,7 +231,7 @@ class KVReceiver(_RouteEnd):
         names = [*required, *optional]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"name each role once and at least one, got required {required} and optional {optional}")
-        wait_s = self.config.receive_timeout_s if timeout_s is None else _seconds(timeout_s)
+        wait_s = self.config.receive_timeout_s if timeout_s is None else seconds(timeout_s)
         schedule = Schedule.starting(
             time.monotonic(), wait_s, vote_timeout_s=self.config.vote_timeout_s, slice_s=self.config.slice_s
         )
@@ -262,7 +262,12 @@ def _as_agreement(group: Group | Agreement, config: HandoffConfig) -> Agreement:
     raise ConfigError(f"group must be a Group or an Agreement of omnikv.groups, got a {type(group).__name__}")
 
 
-def _seconds(timeout_s: object) -> float:
+def seconds(timeout_s: object) -> float:
+    """A timeout as seconds that every clock, lock and backend can take.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or math.isnan(timeout_s):
         raise ConfigError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
     return min(timeout_s, FOREVER_S)
