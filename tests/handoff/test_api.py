@@ -26,8 +26,10 @@ from omnikv.errors import (
     WireError,
     WireReason,
 )
-from omnikv.handoff.send import piece_sources, plan_piece
+from omnikv.handoff.cut import own_layers
+from omnikv.handoff.send import plan_piece
 from omnikv.tensors.blocks import PagedKV
+from omnikv.tensors.pack import PayloadPlan
 from omnikv.transports.base import Endpoint
 from omnikv.transports.memory import MemoryTransport
 
@@ -408,8 +410,8 @@ def test_x05_a_payload_of_another_origin_is_refused_although_it_would_fit(namesp
     route = one_to_one(namespace)
     identity = PayloadId(edge=route.edge, transfer_id="req", source_rank=0, target_rank=0)
     [piece] = route.pieces()
-    sources = piece_sources(full_cache(), piece, 3)
-    plan = plan_piece(replace(identity, **stated), piece, sources, metadata=None, checksum=True)
+    own = own_layers(full_cache(), route.source_boxes[0])
+    plan = plan_piece(replace(identity, **stated), piece, own, plain=True, metadata=None, checksum=True)
     endpoint = Endpoint(edge=route.edge, side="source", rank=0, peer_ranks=(0,), facts=route.facts())
     with MemoryTransport(endpoint) as source, KVReceiver(route, 0, transport="memory") as receiver:
         with source.reserve(identity, plan.nbytes) as slot:
@@ -428,16 +430,20 @@ def test_parts_with_different_metadata_do_not_become_one_request(namespace):
             receiver.receive("req", timeout_s=10)
 
 
-def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, namespace):
+def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, namespace, monkeypatch):
+    write = PayloadPlan.write_into
+
+    def write_and_flip(plan, buffer):
+        write(plan, buffer)
+        buffer[-1] ^= 1
+
+    monkeypatch.setattr(PayloadPlan, "write_into", write_and_flip)
     route = one_to_one(namespace)
     with (
         KVSender(route, 0, transport=transport, checksum=True) as sender,
         KVReceiver(route, 0, transport=transport) as receiver,
     ):
         sender.send("req", full_cache())
-        kv = receiver.receive("req", timeout_s=10)
-        kv.layers[1].value.view(torch.uint8).view(-1)[3] ^= 1
-        kv.give_back()
         with pytest.raises(WireError) as caught:
             receiver.receive("req", timeout_s=10)
         assert caught.value.reason is WireReason.CHECKSUM

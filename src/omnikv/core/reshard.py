@@ -1,81 +1,63 @@
-"""Who sends which KV heads to whom, from explicit global head ids; the plan is proven before a byte moves.
+"""Both ends of a handoff, whatever their layouts: who holds what, who sends what to whom, and proof that it is all.
 
-Each rank of both stages states the global KV-head ids that it holds, in the order in which it holds them. Nothing is
-derived from a count or a divisibility rule, so 3 heads on 2 ranks (2 + 1) and replicated heads need no special case: a
-target reads each head it needs from exactly one source rank that holds it.
+Each rank of both stages states what it holds as boxes over layers, KV heads and tokens (`omnikv.core.boxes`). Nothing
+is derived from a count or a divisibility rule, so uneven and replicated heads, pipeline stages, context parallelism, a
+latent that every rank holds, and states that are cut by rules of their own need no special case: what moves is the
+intersection of what a target needs with what sources hold (`omnikv.core.plan`), and a route is made only if every
+element of every target comes exactly once (`omnikv.core.coverage`), for any number of tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, checked_boxes, is_plain, spell_stage
 from omnikv.core.keys import Edge
+from omnikv.core.partition import LayerRule, Parallel, split_heads
+from omnikv.core.plan import Piece, SharedBox, StageIndex, plan_target, prove
+from omnikv.core.tokens import telling_count
 from omnikv.errors import TopologyError
 
-HeadIds = tuple[int, ...]
+__all__ = ["HeadIds", "LayerRule", "Parallel", "Piece", "Route", "SharedBox", "split_heads"]
 
 MAX_FACT_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one source rank sends to one target rank: global head ids, and where they sit in either rank's own order."""
-
-    source_rank: int
-    target_rank: int
-    heads: HeadIds
-    source_positions: HeadIds
-    target_positions: HeadIds
-
-
-def split_heads(num_kv_heads: int, tp_size: int) -> tuple[HeadIds, ...]:
-    """The head ids of each rank when `num_kv_heads` are spread over `tp_size` ranks as engines do.
-
-    Consecutive heads, the first ranks take one more when they do not divide evenly; with more ranks than heads each
-    head is replicated on neighbouring ranks.
-
-    Raises:
-        TopologyError: a count is not positive, or more ranks than heads are no multiple of the heads.
-    """
-    if type(num_kv_heads) is not int or type(tp_size) is not int or num_kv_heads <= 0 or tp_size <= 0:
-        raise TopologyError(f"num_kv_heads and tp_size must be positive integers, got {num_kv_heads!r} and {tp_size!r}")
-    if tp_size <= num_kv_heads:
-        base, extra = divmod(num_kv_heads, tp_size)
-        starts = [rank * base + min(rank, extra) for rank in range(tp_size + 1)]
-        return tuple(tuple(range(starts[rank], starts[rank + 1])) for rank in range(tp_size))
-    if tp_size % num_kv_heads:
-        raise TopologyError(
-            f"{num_kv_heads} KV heads cannot be replicated evenly over {tp_size} ranks: tp_size must be divisible by "
-            "num_kv_heads; state each rank's head ids instead"
-        )
-    copies = tp_size // num_kv_heads
-    return tuple((rank // copies,) for rank in range(tp_size))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Both ends of a handoff: the edge between two stages, and the global KV-head ids that every rank of each holds.
+    """Both ends of a handoff: the edge between two stages, and what every rank of each holds.
 
-    `source_heads[r]` and `target_heads[r]` are the ids of rank `r`, in the order of its tensors' head axis. Both stages
-    must state the same route; peers compare it when they meet.
+    A stage is given by its ranks' global KV-head ids, in the order of their tensors' head axis, when each rank holds
+    every token of every layer; else by its ranks' boxes, from which the heads follow. `parallel` makes the boxes of the
+    usual layouts. Both stages must state the same route; peers compare it when they meet.
 
     Raises:
-        TopologyError: a stage without ranks, a rank without heads, a negative or repeated id, or a head that a target
-            needs and no source holds.
+        TopologyError: a stage without ranks, a rank without heads, a box that is none, or something that a target needs
+            and that no source holds, or two at once do.
     """
 
     edge: Edge
-    source_heads: tuple[HeadIds, ...]
-    target_heads: tuple[HeadIds, ...]
+    source_heads: tuple[HeadIds, ...] = ()
+    target_heads: tuple[HeadIds, ...] = ()
+    source_boxes: tuple[Boxes, ...] = ()
+    target_boxes: tuple[Boxes, ...] = ()
+    # By target rank.
+    _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.edge, Edge):
             raise TopologyError(f"a route needs an Edge between two stages, got {self.edge!r}")
-        object.__setattr__(self, "source_heads", _checked_heads(self.source_heads, "source"))
-        object.__setattr__(self, "target_heads", _checked_heads(self.target_heads, "target"))
-        plan_heads(self.source_heads, self.target_heads)
+        source = _checked_stage(self.source_heads, self.source_boxes, "source")
+        target = _checked_stage(self.target_heads, self.target_boxes, "target")
+        source, target = _with_layers_closed(source, target)
+        object.__setattr__(self, "source_boxes", source)
+        object.__setattr__(self, "target_boxes", target)
+        object.__setattr__(self, "source_heads", tuple(map(_heads_of, source)))
+        object.__setattr__(self, "target_heads", tuple(map(_heads_of, target)))
+        object.__setattr__(self, "_pieces", _proven_pieces(source, target))
 
     @classmethod
     def tp(
@@ -89,24 +71,58 @@ class Route:
         namespace: str = "default",
         replica: int = 0,
     ) -> Route:
-        """The route of two tensor-parallel stages that spread heads as `split_heads` does."""
+        """The route of two tensor-parallel stages that spread heads as `split_heads` does.
+
+        Raises:
+            TopologyError: a size is no positive integer.
+        """
         return cls(
             edge=Edge(from_stage=from_stage, to_stage=to_stage, namespace=namespace, replica=replica),
             source_heads=split_heads(num_kv_heads, from_tp),
             target_heads=split_heads(num_kv_heads, to_tp),
         )
 
+    @classmethod
+    def parallel(
+        cls,
+        edge: Edge,
+        *,
+        num_kv_heads: int,
+        source: Parallel,
+        target: Parallel,
+        num_layers: int | None = None,
+        rules: Sequence[LayerRule] = (),
+    ) -> Route:
+        """The route of two stages that run one model under the parallel sizes `source` and `target`.
+
+        A latent that is not cut along heads (MLA) has `num_kv_heads=1`. `num_layers` may stay open where neither stage
+        has pipeline stages nor `rules`. Data-parallel copies of a stage are edges of their own (`Edge.replica`).
+
+        Raises:
+            TopologyError: sizes, layers and rules do not fit together, or the stages keep different tokens.
+        """
+        return cls(
+            edge=edge,
+            source_boxes=source.boxes(num_kv_heads, num_layers, rules),
+            target_boxes=target.boxes(num_kv_heads, num_layers, rules),
+        )
+
     @property
     def num_source_ranks(self) -> int:
-        return len(self.source_heads)
+        return len(self.source_boxes)
 
     @property
     def num_target_ranks(self) -> int:
-        return len(self.target_heads)
+        return len(self.target_boxes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds all tokens of all layers: then a payload has no more to say than its heads."""
+        return is_plain(self.source_boxes) and is_plain(self.target_boxes)
 
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece of the handoff, ordered by target and then by source rank."""
-        return plan_heads(self.source_heads, self.target_heads)
+        return tuple(piece for pieces in self._pieces for piece in pieces)
 
     def pieces_from(self, source_rank: int) -> tuple[Piece, ...]:
         """What `source_rank` sends, by target rank.
@@ -124,71 +140,64 @@ class Route:
             TopologyError: there is no such rank in the receiving stage.
         """
         _require_rank(target_rank, self.num_target_ranks, "target")
-        return tuple(piece for piece in self.pieces() if piece.target_rank == target_rank)
+        return self._pieces[target_rank]
 
     def facts(self) -> dict[str, str]:
         """What both peers must state alike, as text by name; compared when they meet."""
-        return {"source_heads": _digest(self.source_heads), "target_heads": _digest(self.target_heads)}
+        kind = "heads" if self.is_plain else "boxes"
+        return {f"source_{kind}": _digest(self.source_boxes), f"target_{kind}": _digest(self.target_boxes)}
 
 
-def plan_heads(source_heads: Sequence[HeadIds], target_heads: Sequence[HeadIds]) -> tuple[Piece, ...]:
-    """The pieces that give every target rank each of its heads exactly once.
-
-    Of several sources that hold a head, a target takes the one it already reads from, then the one that serves the
-    fewest heads so far, so that replicas share the load.
+def _proven_pieces(source: tuple[Boxes, ...], target: tuple[Boxes, ...]) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of each target rank.
 
     Raises:
-        TopologyError: no source holds a head that a target needs.
+        TopologyError: some target would not get exactly what it needs, for some number of tokens.
     """
-    holders: dict[int, list[int]] = {}
-    for rank, heads in enumerate(source_heads):
-        for head in heads:
-            holders.setdefault(head, []).append(rank)
-    load = [0] * len(source_heads)
-    pieces: list[Piece] = []
-    for target_rank, needed in enumerate(target_heads):
-        chosen: dict[int, list[int]] = {}
-        for head in needed:
-            if head not in holders:
-                raise TopologyError(
-                    f"no source holds head {head}, which target rank {target_rank} needs; sources hold "
-                    f"{_spell(source_heads)}"
-                )
-            source = min(holders[head], key=lambda rank: (rank not in chosen, load[rank], rank))
-            chosen.setdefault(source, []).append(head)
-            load[source] += 1
-        pieces += [
-            _piece(source, target_rank, tuple(heads), source_heads[source], needed)
-            for source, heads in sorted(chosen.items())
-        ]
-    return tuple(pieces)
+    sources, targets = StageIndex(source), StageIndex(target)
+    num_tokens = telling_count(box.tokens for boxes in (*source, *target) for box in boxes)
+    pieces = tuple(plan_target(rank, sources, targets) for rank in range(len(target)))
+    for rank, needed in enumerate(target):
+        prove(rank, pieces[rank], sources, needed, num_tokens)
+    return pieces
 
 
-def _piece(source_rank: int, target_rank: int, heads: HeadIds, source_order: HeadIds, target_order: HeadIds) -> Piece:
-    return Piece(
-        source_rank=source_rank,
-        target_rank=target_rank,
-        heads=heads,
-        source_positions=tuple(source_order.index(head) for head in heads),
-        target_positions=tuple(target_order.index(head) for head in heads),
-    )
-
-
-def _checked_heads(stage: Sequence[Sequence[int]], side: str) -> tuple[HeadIds, ...]:
-    if not stage:
+def _checked_stage(heads: Iterable[Any], boxes: Sequence[Any], side: str) -> tuple[Boxes, ...]:
+    """The boxes of each rank of a stage that is given by heads, by boxes, or by both alike."""
+    if not boxes:
+        boxes = [[Box(heads=ids)] for ids in _rank_lists(heads, side)]
+        heads = ()
+    if not boxes:
         raise TopologyError(f"the {side} stage has no ranks: give one list of KV-head ids a rank")
+    checked = tuple(checked_boxes(rank_boxes, f"{side} rank {rank}") for rank, rank_boxes in enumerate(boxes))
+    if heads and tuple(heads) != tuple(map(_heads_of, checked)):
+        raise TopologyError(f"{side}_heads and {side}_boxes contradict each other: give only one of them")
+    return checked
+
+
+def _rank_lists(stage: Iterable[Any], side: str) -> list[HeadIds]:
     try:
-        ranks = tuple(tuple(heads) for heads in stage)
+        return [tuple(heads) for heads in stage]
     except TypeError as error:
         raise TopologyError(f"the {side} stage must be one list of KV-head ids a rank, got {stage!r}") from error
-    for rank, heads in enumerate(ranks):
-        if not heads:
-            raise TopologyError(f"{side} rank {rank} holds no KV heads: state at least one global head id")
-        if any(type(head) is not int or head < 0 for head in heads):
-            raise TopologyError(f"{side} rank {rank} has head ids that are no integers of at least 0: {list(heads)}")
-        if len(set(heads)) != len(heads):
-            raise TopologyError(f"{side} rank {rank} names a head twice: {list(heads)}")
-    return ranks
+
+
+def _heads_of(boxes: Boxes) -> HeadIds:
+    return tuple(dict.fromkeys(head for box in boxes for head in box.heads))
+
+
+def _with_layers_closed(*stages: tuple[Boxes, ...]) -> list[tuple[Boxes, ...]]:
+    """The stages, open layers ending where the others' last layer does, if any rank names layers at all."""
+    stops = {box.layers.stop for stage in stages for boxes in stage for box in boxes} - {EVERY_LAYER.stop}
+    if not stops:
+        return list(stages)
+
+    def closed(box: Box) -> Box:
+        if box.layers.stop != EVERY_LAYER.stop:
+            return box
+        return Box(heads=box.heads, layers=Span(box.layers.start, max(stops)), tokens=box.tokens)
+
+    return [tuple(tuple(map(closed, boxes)) for boxes in stage) for stage in stages]
 
 
 def _require_rank(rank: int, size: int, side: str) -> None:
@@ -198,13 +207,9 @@ def _require_rank(rank: int, size: int, side: str) -> None:
         raise TopologyError(f"rank {rank} is outside the {side} stage, which has {size} ranks, 0 to {size - 1}")
 
 
-def _digest(stage: Sequence[HeadIds]) -> str:
-    """The stage's head ids as text that no other stage has, in full where that is short: a greeting has its limits."""
-    text = _spell(stage)
+def _digest(stage: tuple[Boxes, ...]) -> str:
+    """The stage as text that no other stage has, in full where that is short: a greeting has its limits."""
+    text = spell_stage(stage)
     if len(text) <= MAX_FACT_CHARS:
         return text
     return f"{len(stage)} ranks, digest {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-
-
-def _spell(stage: Sequence[HeadIds]) -> str:
-    return " | ".join(",".join(map(str, heads)) for heads in stage)

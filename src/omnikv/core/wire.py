@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from omnikv.core.boxes import Region
+from omnikv.core.wire_regions import spell_regions
 from omnikv.errors import ConfigError, WireError, WireReason
 
 Kind = Literal["key", "value"]
@@ -40,6 +42,8 @@ MAX_INTEGER_DIGITS = 100
 ENTRIES_KEY = "td"
 EXTENSION_KEY = "omnikv"
 EXTENSION_VERSION = 1
+# Of payloads whose i-th pair is not layer i: readers that know only version 1 must not read them.
+REGIONS_VERSION = 2
 SLICE_STAMP_KEY = "tp_head_slice"
 
 # Bytes per element of each dtype that a payload may hold: the names that released readers accept.
@@ -78,7 +82,8 @@ class TensorSpan(NamedTuple):
 class Extension:
     """Whose part of which send a payload is, as its sender stated it; None or empty where it did not.
 
-    `heads` are the global KV-head ids in the order of the tensors' head axis.
+    `heads` are the global KV-head ids in the order of the tensors' head axis. `regions`, where a part has not all
+    tokens of all layers, say which it has of a request of `num_tokens`; its pairs follow them, layer by layer.
     """
 
     source_rank: int | None = None
@@ -86,6 +91,8 @@ class Extension:
     role: str | None = None
     attempt: int | None = None
     heads: tuple[int, ...] = ()
+    num_tokens: int | None = None
+    regions: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,13 +295,15 @@ def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:
 
 def _spell_extension(extension: Extension, data_nbytes: int) -> str:
     fields = {
-        "v": EXTENSION_VERSION,
+        "v": REGIONS_VERSION if extension.regions else EXTENSION_VERSION,
         "n": data_nbytes,
         "src": extension.source_rank,
         "dst": extension.target_rank,
         "role": extension.role,
         "attempt": extension.attempt,
         "heads": list(extension.heads) or None,
+        "tokens": extension.num_tokens,
+        "regions": spell_regions(extension.regions) or None,
     }
     return _to_json({name: value for name, value in fields.items() if value is not None})
 

@@ -28,6 +28,7 @@ from omnikv.core.wire import (
     MAX_HEADER_BYTES,
     MAX_INTEGER,
     PREFIX_NBYTES,
+    REGIONS_VERSION,
     Extension,
     Header,
     Kind,
@@ -38,6 +39,7 @@ from omnikv.core.wire import (
     split_digest,
     tensor_nbytes,
 )
+from omnikv.core.wire_regions import read_regions
 from omnikv.errors import WireError, WireReason
 
 # The texts around the list of tensors as we write heads, and what stands in its place while the rest is parsed.
@@ -351,10 +353,11 @@ def _read_extension(value: object, data_start: int, payload_nbytes: int) -> tupl
         return None, available
     fields = _object(value, EXTENSION_KEY)
     version = fields.get("v")
-    if type(version) is not int or version != EXTENSION_VERSION:
+    if type(version) is not int or version not in (EXTENSION_VERSION, REGIONS_VERSION):
+        known = f"{EXTENSION_VERSION} and {REGIONS_VERSION}"
         _refuse(
             WireReason.HEADER_FIELD,
-            f"the payload is of omnikv's format version {show(version)}, this reader knows {EXTENSION_VERSION}",
+            f"the payload is of omnikv's format version {show(version)}, this reader knows {known}",
         )
     data_nbytes = _integer(fields.get("n"), "omnikv.n")
     if data_nbytes > available:
@@ -367,6 +370,8 @@ def _read_extension(value: object, data_start: int, payload_nbytes: int) -> tupl
         role=None if fields.get("role") is None else _text(fields["role"], "omnikv.role"),
         attempt=_optional_integer(fields.get("attempt"), "omnikv.attempt"),
         heads=_integers(fields.get("heads", []), "omnikv.heads"),
+        num_tokens=_optional_integer(fields.get("tokens"), "omnikv.tokens"),
+        regions=read_regions(fields.get("regions"), MAX_INTEGER) if version == REGIONS_VERSION else (),
     )
     return extension, data_nbytes
 

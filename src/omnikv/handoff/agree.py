@@ -144,7 +144,7 @@ def _fetch_and_cast(number: int, transport: Transport, fetches: Mapping[RoleFetc
     unforeseen: Exception | None = None
     try:
         gather(transport, fetches, deadline=end)
-        facts = {fetch.role: _facts(fetch.kv) for fetch in fetches if fetch.kv is not None}
+        facts = {fetch.role: _facts(fetch.kv, fetch.plain) for fetch in fetches if fetch.kv is not None}
     # edge: just before the vote; a rank that left here would hang its peers, so every error becomes its ballot.
     except Exception as error:
         logger.warning("an error that nobody foresaw becomes the ballot of this rank", exc_info=True)
@@ -168,14 +168,19 @@ def _spell_error(error: Exception) -> str:
     return spell_reason(f"{type(error).__name__}: {error}")[:_MAX_CAUSE_CHARS]
 
 
-def _facts(kv: ReceivedKV) -> Facts:
-    """What must agree between ranks that hold different heads of one request, sorted by name."""
-    layers = hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest()
+def _facts(kv: ReceivedKV, plain: bool) -> Facts:
+    """What must agree between ranks of one request, sorted by name: with a `plain` route they differ in heads only."""
     metadata = json.dumps(kv.metadata, sort_keys=True, default=repr).encode()
+    shared = (
+        ("metadata", hashlib.blake2b(metadata, digest_size=8).hexdigest()),
+        ("tokens", str(kv.num_tokens)),
+    )
+    if not plain:
+        return shared
+    layers = hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest()
     return (
         ("dtype", str(kv.layers[0].key.dtype).removeprefix("torch.")),
         ("layer shapes", layers),
         ("layers", str(len(kv.layers))),
-        ("metadata", hashlib.blake2b(metadata, digest_size=8).hexdigest()),
-        ("tokens", str(kv.num_tokens)),
+        *shared,
     )

@@ -21,9 +21,10 @@ from omnikv.errors import ConfigError
 from omnikv.groups.base import Agreement, Group
 from omnikv.groups.exchange import ExchangeAgreement
 from omnikv.handoff.agree import Outcome, Schedule, receive_and_vote
+from omnikv.handoff.cut import Layers, own_layers
 from omnikv.handoff.receive import RoleFetch, discard_payload, gather
 from omnikv.handoff.received import ReceivedKV
-from omnikv.handoff.send import Layers, SendReport, SentPiece, fail_all, piece_sources, plan_piece, publish_all
+from omnikv.handoff.send import SendReport, SentPiece, fail_all, plan_piece, publish_all
 from omnikv.transports.base import Endpoint, Side, Transport
 from omnikv.transports.registry import open_transport
 
@@ -105,11 +106,14 @@ class KVSender(_RouteEnd):
         metadata: Mapping[str, Any] | None = None,
         role: str = PRIMARY_ROLE,
         attempt: int = 0,
+        num_tokens: int | None = None,
     ) -> SendReport:
         """What was published, once every target rank's payload is readable; `layers` may be reused at once.
 
         `layers` holds one (key, value) pair a layer, each `[tokens, kv_heads, head_dim]` with this rank's heads in the
-        route's order, or is a `PagedKV`. `metadata` is JSON and must be the same on every sender rank.
+        route's order, or is a `PagedKV`. On a route with boxes, those are this rank's layers, ascending, and the
+        tokens of its share; `num_tokens` is then the whole request's. A latent or a state is a pair
+        with None for its value. `metadata` is JSON and must be the same on every sender rank.
 
         Raises:
             ConfigError: the request id, the layers or the metadata do not fit; nothing was sent.
@@ -119,11 +123,12 @@ class KVSender(_RouteEnd):
             TransportError: the transport failed.
         """
         started = time.monotonic()
-        num_local_heads = len(self.route.source_heads[self.rank])
-        plans = []
-        for identity, piece in self._identities(request_id, role, attempt):
-            sources = piece_sources(layers, piece, num_local_heads)
-            plans.append((identity, plan_piece(identity, piece, sources, metadata=metadata, checksum=self._checksum)))
+        own = own_layers(layers, self.route.source_boxes[self.rank], num_tokens)
+        plain = self.route.is_plain
+        plans = [
+            (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))
+            for identity, piece in self._identities(request_id, role, attempt)
+        ]
         publish_all(self._transport, plans)
         report = SendReport(
             request_id=request_id,
@@ -248,7 +253,7 @@ class KVReceiver(_RouteEnd):
 
     def _role_fetch(self, request_id: str, role: str, attempt: int) -> RoleFetch:
         wanted = self._identities(request_id, role, attempt)
-        return RoleFetch(role, wanted, len(self.route.target_heads[self.rank]))
+        return RoleFetch(role, wanted, self.route.target_boxes[self.rank], plain=self.route.is_plain)
 
     def __enter__(self) -> KVReceiver:
         return self

@@ -1,29 +1,43 @@
-"""Puts the parts of several source ranks together, after checking that they belong together."""
+"""Puts the parts of several source ranks together, after checking that they belong together and are everything.
+
+What is checked is what arrived: each part's regions as its head states them, against the route's, and its tensors
+against its regions. Only when those regions cover this rank's boxes exactly once is a layer handed out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Region, Span, position_of, regions
+from omnikv.core.coverage import Part, find_flaw
 from omnikv.core.keys import PayloadId
-from omnikv.core.reshard import HeadIds, Piece
+from omnikv.core.plan import Piece
+from omnikv.core.tokens import ALL_TOKENS, State, Stripes, count, is_everything
 from omnikv.errors import RemoteProtocolError
 from omnikv.handoff.received import ReceivedKV, ReceivedPiece
-from omnikv.tensors.kv import LayerKV, head_runs
+from omnikv.tensors.kv import LayerKV
 from omnikv.tensors.pack import DecodedPayload, decode_payload
+from omnikv.tensors.rows import write_rows
 from omnikv.transports.base import Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One source rank's part, decoded in the memory that its lease holds."""
+    """One source rank's part, decoded in the memory that its lease holds.
+
+    `pairs` are its tensors and `regions`, one a box of the piece, what they are, of a request of `num_tokens`.
+    """
 
     piece: Piece
     lease: Lease
     payload: DecodedPayload
+    pairs: tuple[LayerKV, ...]
+    regions: tuple[Region, ...]
+    num_tokens: int
     received: ReceivedPiece
 
 
@@ -32,7 +46,7 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
 
     Raises:
         WireError: it is damaged, or not the one that was asked for.
-        RemoteProtocolError: its origin is another one, or its heads or layers are not those of the route.
+        RemoteProtocolError: its origin is another one, or its heads, layers or tokens are not those of the route.
     """
     payload = decode_payload(
         lease.buffer,
@@ -42,21 +56,38 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
         require_checksum=True,
     )
     _check_origin(payload, identity)
-    _check_heads(payload, piece)
+    pairs, num_tokens = _checked_pairs(payload, piece)
+    found = _checked_regions(payload, piece, pairs, num_tokens)
     received = ReceivedPiece(
         source_rank=piece.source_rank, heads=piece.heads, nbytes=len(lease.buffer), waited_s=waited_s
     )
-    return Arrived(piece, lease, payload, received)
+    return Arrived(piece, lease, payload, pairs, found, num_tokens, received)
 
 
-def assemble(arrived: Sequence[Arrived], num_target_heads: int, request_id: str) -> ReceivedKV:
-    """The request's KV from all of its parts; the leases go over to it.
+def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> ReceivedKV:
+    """The request's KV on a rank that holds `boxes`, from all of its parts; the leases go over to it.
 
     Raises:
-        RemoteProtocolError: the parts differ in layers, tokens, dtype or metadata.
+        RemoteProtocolError: the parts differ in layers, tokens, dtype or metadata, or do not cover the boxes exactly.
     """
     _check_alike(arrived, request_id)
-    return _put_together(arrived, num_target_heads, request_id)
+    first = arrived[0]
+    boxes = _closed(boxes, first)
+    _check_coverage(arrived, boxes, request_id)
+    layers, owned = _put_together(arrived, boxes, request_id)
+    return ReceivedKV(
+        request_id=request_id,
+        layers=layers,
+        layer_ids=[layer for box in boxes for layer in range(*box.layers)],
+        num_tokens=first.num_tokens,
+        metadata=dict(first.payload.header.metadata),
+        sources=tuple(part.received for part in arrived),
+        leases=[part.lease for part in arrived],
+        owns_memory=owned,
+    )
+
+
+# --- one part ---
 
 
 def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
@@ -75,96 +106,195 @@ def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
         )
 
 
-def _check_heads(payload: DecodedPayload, piece: Piece) -> None:
+def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV, ...], int]:
+    """The part's tensors in order, and the tokens of the whole request."""
+    pairs = tuple(layer for layer in payload.layers if layer is not None)
     extension = payload.header.extension
-    if extension is not None and extension.heads != piece.heads:
-        raise RemoteProtocolError(
-            f"source rank {piece.source_rank} sent heads {list(extension.heads)}, the route says {list(piece.heads)}",
-            request_id=payload.header.request_id,
-            rank=piece.source_rank,
-        )
-    for index, layer in enumerate(payload.layers):
-        if layer is None:
-            raise RemoteProtocolError(
-                f"source rank {piece.source_rank} sent no layer {index}",
-                request_id=payload.header.request_id,
-                rank=piece.source_rank,
-            )
-        for name, tensor in (("key", layer.key), ("value", layer.value)):
-            if tensor.ndim != 3 or tensor.shape[1] != len(piece.heads):
-                raise RemoteProtocolError(
-                    f"source rank {piece.source_rank}'s layer {index} {name} has shape {list(tensor.shape)}, expected "
-                    f"[tokens, {len(piece.heads)}, head_dim]",
-                    request_id=payload.header.request_id,
-                    rank=piece.source_rank,
-                )
+    stated = () if extension is None else extension.heads
+    if extension is not None and stated != piece.heads:
+        raise _unlike_route(payload, piece, f"sent heads {list(stated)}, the route says {list(piece.heads)}")
+    if len(pairs) < len(payload.layers) or not pairs:
+        absent = next((at for at, layer in enumerate(payload.layers) if layer is None), 0)
+        raise _unlike_route(payload, piece, f"sent no layer {absent}")
+    if extension is not None and extension.num_tokens is not None:
+        return pairs, extension.num_tokens
+    return pairs, pairs[0].key.shape[0] if pairs[0].key.ndim else 0
 
 
-def layer_facts(layers: Sequence[LayerKV | None]) -> list[tuple[object, ...]]:
+def _checked_regions(
+    payload: DecodedPayload, piece: Piece, pairs: Sequence[LayerKV], num_tokens: int
+) -> tuple[Region, ...]:
+    """What the part is, from its head and its tensors; no region of it is taken from the route alone."""
+    extension = payload.header.extension
+    stated = () if extension is None else extension.regions
+    if not stated:
+        # A payload that names no regions has all tokens of all layers.
+        stated = tuple(Region(Span(0, len(pairs)), box.heads, ALL_TOKENS.stripes(num_tokens)) for box in piece.boxes)
+    planned = tuple(
+        Region(box.layers if box.layers.stop != EVERY_LAYER.stop else region.layers, box.heads, box.tokens(num_tokens))
+        for box, region in zip(piece.boxes, stated, strict=False)
+    )
+    if stated != planned or len(stated) != len(piece.boxes):
+        raise _unlike_route(payload, piece, f"sent {_spell(stated)}, the route says {_spell(planned)}")
+    held = [(region, box.target_share) for region, box in zip(stated, piece.boxes, strict=True)]
+    slots = [(layer, *entry) for entry in held for layer in range(*entry[0].layers)]
+    if len(slots) != len(pairs):
+        raise _unlike_route(payload, piece, f"sent {len(pairs)} layers for the {len(slots)} that it names")
+    plain = extension is None or not extension.regions
+    for (layer, region, share), pair in zip(slots, pairs, strict=True):
+        for name, tensor in zip(LayerKV._fields, pair, strict=True):
+            rows = tensor.shape[:1] if plain else (count(region.tokens),)
+            fits = tensor.ndim == 3 or (tensor.ndim > 3 and share == State())
+            if not fits or tuple(tensor.shape[:2]) != (*rows, len(region.heads)):
+                expected = f"[{'tokens' if plain else rows[0]}, {len(region.heads)}, head_dim]"
+                shape = f"'s layer {layer} {name} has shape {list(tensor.shape)}, expected {expected}"
+                raise _unlike_route(payload, piece, shape)
+    return stated
+
+
+def _spell(stated: Sequence[Region]) -> str:
+    return "; ".join(
+        f"layers {region.layers.start}-{region.layers.stop - 1} heads {list(region.heads)} tokens "
+        f"{[tuple(stripe) for stripe in region.tokens[:4]]}"
+        for region in stated
+    )
+
+
+def _unlike_route(payload: DecodedPayload, piece: Piece, what: str) -> RemoteProtocolError:
+    space = "" if what.startswith("'") else " "
+    return RemoteProtocolError(
+        f"source rank {piece.source_rank}{space}{what}",
+        request_id=payload.header.request_id,
+        rank=piece.source_rank,
+    )
+
+
+# --- all parts ---
+
+
+def layer_facts(layers: Sequence[LayerKV]) -> list[tuple[object, ...]]:
     """What must be alike in every rank's part of a request: per layer and tensor, tokens, head_dim and dtype."""
-    return [
-        (tensor.shape[0], *tensor.shape[2:], str(tensor.dtype))
-        for layer in layers
-        if layer is not None
-        for tensor in layer
-    ]
+    return [(tensor.shape[0], *tensor.shape[2:], str(tensor.dtype)) for layer in layers for tensor in layer]
 
 
 def _check_alike(arrived: Sequence[Arrived], request_id: str) -> None:
     first = arrived[0]
-    facts = layer_facts(first.payload.layers)
+    plain = not _names_regions(first)
+    facts = layer_facts(first.pairs)
     for other in arrived[1:]:
-        theirs = layer_facts(other.payload.layers)
+        theirs = layer_facts(other.pairs)
         difference = None
-        if len(theirs) != len(facts):
+        if plain and len(theirs) != len(facts):
             difference = f"{len(theirs) // 2} against {len(facts) // 2} layers"
-        elif theirs != facts:
+        elif plain and theirs != facts:
             at = next(index for index, (mine, its) in enumerate(zip(facts, theirs, strict=True)) if mine != its)
             difference = f"layer {at // 2}: {_spell_facts(theirs[at])} against {_spell_facts(facts[at])}"
+        elif other.num_tokens != first.num_tokens:
+            difference = f"{other.num_tokens} against {first.num_tokens} tokens of the request"
         elif other.payload.header.metadata != first.payload.header.metadata:
             difference = "their metadata"
         if difference is not None:
-            raise RemoteProtocolError(
-                f"request {request_id!r}: the parts from source ranks {other.piece.source_rank} and "
-                f"{first.piece.source_rank} differ in {difference}",
-                request_id=request_id,
-                rank=other.piece.source_rank,
-            )
+            raise _misfit(other, first.piece.source_rank, difference, request_id)
+
+
+def _names_regions(part: Arrived) -> bool:
+    extension = part.payload.header.extension
+    return extension is not None and bool(extension.regions)
 
 
 def _spell_facts(facts: tuple[object, ...]) -> str:
     return f"{facts[0]} tokens of head_dim {'x'.join(map(str, facts[1:-1]))} in {str(facts[-1]).removeprefix('torch.')}"
 
 
-def _put_together(arrived: Sequence[Arrived], num_target_heads: int, request_id: str) -> ReceivedKV:
-    metadata: Mapping[str, Any] = arrived[0].payload.header.metadata
-    in_place = len(arrived) == 1 and arrived[0].piece.target_positions == tuple(range(num_target_heads))
-    first_layers = [layer for layer in arrived[0].payload.layers if layer is not None]
-    layers = first_layers if in_place else _merge(arrived, first_layers, num_target_heads)
-    return ReceivedKV(
+def _misfit(other: Arrived, first_rank: int, difference: str, request_id: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"request {request_id!r}: the parts from source ranks {other.piece.source_rank} and {first_rank} differ in "
+        f"{difference}",
         request_id=request_id,
-        layers=layers,
-        metadata=dict(metadata),
-        sources=tuple(part.received for part in arrived),
-        leases=[part.lease for part in arrived],
-        owns_memory=not in_place,
+        rank=other.piece.source_rank,
     )
 
 
-def _merge(arrived: Sequence[Arrived], like: Sequence[LayerKV], num_target_heads: int) -> list[LayerKV]:
-    merged = [
-        LayerKV(*(tensor.new_empty((tensor.shape[0], num_target_heads, *tensor.shape[2:])) for tensor in layer))
-        for layer in like
-    ]
+def _closed(boxes: Boxes, part: Arrived) -> Boxes:
+    """The boxes, open layers ending with the last one that came."""
+    stop = max(region.layers.stop for region in part.regions)
+    return tuple(
+        Box(heads=box.heads, layers=Span(box.layers.start, min(box.layers.stop, stop)), tokens=box.tokens)
+        if box.layers.stop == EVERY_LAYER.stop
+        else box
+        for box in boxes
+    )
+
+
+def _check_coverage(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> None:
+    """Nothing, when what arrived is this rank's part of the request, each element once (D20, D35)."""
+    parts = [Part(part.piece.source_rank, region) for part in arrived for region in part.regions]
+    flaw = find_flaw(regions(boxes, arrived[0].num_tokens), parts)
+    if flaw is not None:
+        raise RemoteProtocolError(f"request {request_id!r} did not arrive whole: {flaw.spell()}", request_id=request_id)
+
+
+class _Placed(NamedTuple):
+    """One pair that arrived, and where it belongs: heads and rows (None: all) of one of this rank's layers."""
+
+    part: Arrived
+    pair: LayerKV
+    head_positions: HeadIds
+    rows: Stripes | None
+
+
+def _put_together(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> tuple[list[LayerKV], bool]:
+    """This rank's layers, and whether they lie in memory of their own; a layer that came in one pair is that pair."""
+    by_layer: dict[int, list[_Placed]] = {}
     for part in arrived:
-        runs = head_runs(part.piece.target_positions)
-        for out, layer in zip(merged, part.payload.layers, strict=True):
-            if layer is not None:
-                for target, source in zip(out, layer, strict=True):
-                    _copy_heads(target, source, part.piece.target_positions, runs)
+        for layer, placed in _placed(part):
+            by_layer.setdefault(position_of(layer, boxes), []).append(placed)
+    layers: list[LayerKV] = []
+    owned = True
+    at = 0
+    for box in boxes:
+        num_rows = count(box.tokens.stripes(arrived[0].num_tokens))
+        for _ in range(box.layers.num_layers):
+            found = by_layer[at]
+            if _is_whole(found, len(box.heads), num_rows):
+                layers.append(found[0].pair)
+                owned = False
+            else:
+                layers.append(_merged(found, at, len(box.heads), num_rows, request_id))
+            at += 1
+    return layers, owned
+
+
+def _placed(part: Arrived) -> Iterator[tuple[int, _Placed]]:
+    """Each pair of the part with its global layer and its place."""
+    pairs = iter(part.pairs)
+    for box, region in zip(part.piece.boxes, part.regions, strict=True):
+        whole = box.source_share == box.target_share == ALL_TOKENS
+        rows = None if whole else box.target_rows(part.num_tokens)
+        for layer in range(*region.layers):
+            yield layer, _Placed(part, next(pairs), box.target_positions, rows)
+
+
+def _is_whole(found: Sequence[_Placed], num_heads: int, num_rows: int) -> bool:
+    one = found[0]
+    everything = one.rows is None or is_everything(one.rows, num_rows)
+    return len(found) == 1 and one.head_positions == tuple(range(num_heads)) and everything
+
+
+def _merged(found: Sequence[_Placed], at: int, num_heads: int, num_rows: int, request_id: str) -> LayerKV:
+    first = found[0]
+    [*facts] = layer_facts([first.pair])
+    for other in found[1:]:
+        theirs = layer_facts([other.pair])
+        if [one[1:] for one in facts] != [one[1:] for one in theirs]:
+            difference = f"layer {at}: {_spell_facts(theirs[0])} against {_spell_facts(facts[0])}"
+            raise _misfit(other.part, first.part.piece.source_rank, difference, request_id)
+    merged = LayerKV(*(_room_for(tensor, first.rows, num_rows, num_heads) for tensor in first.pair))
+    for placed in found:
+        for out, tensor in zip(merged, placed.pair, strict=True):
+            write_rows(out, tensor, placed.rows, placed.head_positions)
     return merged
 
 
-def _copy_heads(out: torch.Tensor, source: torch.Tensor, positions: HeadIds, runs: list[tuple[int, int]]) -> None:
-    for at, length in runs:
-        out.narrow(1, positions[at], length).copy_(source.narrow(1, at, length))
+def _room_for(like: torch.Tensor, rows: Stripes | None, num_rows: int, num_heads: int) -> torch.Tensor:
+    return like.new_empty((like.shape[0] if rows is None else num_rows, num_heads, *like.shape[2:]))

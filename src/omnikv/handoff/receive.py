@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import TracebackType
 
+from omnikv.core.boxes import Boxes
 from omnikv.core.keys import PayloadId
-from omnikv.core.reshard import Piece
+from omnikv.core.plan import Piece
 from omnikv.errors import HandoffError, OmniKVError, ReceiveTimeout, TransportError
 from omnikv.handoff.assemble import Arrived, assemble, read_part
 from omnikv.handoff.received import ReceivedKV
@@ -23,14 +24,18 @@ from omnikv.transports.base import Lease, Transport
 class RoleFetch:
     """One role of one request on this rank: what arrived, what is missing, and what went wrong for good."""
 
-    def __init__(self, role: str, wanted: Sequence[tuple[PayloadId, Piece]], num_target_heads: int) -> None:
+    def __init__(
+        self, role: str, wanted: Sequence[tuple[PayloadId, Piece]], boxes: Boxes, *, plain: bool = True
+    ) -> None:
+        """`boxes` are what this rank holds of the request; on a `plain` route they differ from its peers' in heads."""
         self.role = role
+        self.plain = plain
         self.request_id = wanted[0][0].transfer_id
         self.kv: ReceivedKV | None = None
         # What no further fetch can mend; kept rather than raised, since a rank in a group must still vote.
         self.failure: OmniKVError | None = None
         self._pieces = dict(wanted)
-        self._num_target_heads = num_target_heads
+        self._boxes = boxes
         self._started = time.monotonic()
         self._arrived: dict[PayloadId, Arrived] = {}
 
@@ -54,7 +59,7 @@ class RoleFetch:
                 unless_kept.pop_all()
                 if len(self._arrived) == len(self._pieces):
                     parts = [self._arrived[wanted] for wanted in self._pieces]
-                    self.kv = assemble(parts, self._num_target_heads, self.request_id)
+                    self.kv = assemble(parts, self._boxes, self.request_id)
                     # The leases are the result's now.
                     self._arrived = {}
             except OmniKVError as error:

@@ -28,9 +28,12 @@ class ReceivedPiece:
 class ReceivedKV:
     """One request's KV on this rank: `layers`, `metadata`, and which rank sent what.
 
-    With one sender the tensors are views on the transport's memory (`owns_memory` is False): read them, or `detach`
-    them, before `close`, which lets the sender reuse that memory. With several they were merged into memory of their
-    own. Close it, or use it as a context manager; `give_back` returns the payloads unconsumed instead.
+    `layers` are this rank's, ascending; `layer_ids` are their numbers in the model. `num_tokens` is the whole
+    request's; a rank of a context-parallel stage holds its share of them.
+
+    A layer that came from one sender is a view on the transport's memory (`owns_memory` is False if any is): read it,
+    or `detach`, before `close`, which lets the sender reuse that memory. Others were merged into memory of their own.
+    Close it, or use it as a context manager; `give_back` returns the payloads unconsumed instead.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class ReceivedKV:
         *,
         request_id: str,
         layers: list[LayerKV],
+        layer_ids: Sequence[int],
+        num_tokens: int,
         metadata: dict[str, Any],
         sources: tuple[ReceivedPiece, ...],
         leases: Sequence[Lease],
@@ -45,14 +50,12 @@ class ReceivedKV:
     ) -> None:
         self.request_id = request_id
         self.layers = layers
+        self.layer_ids = tuple(layer_ids)
+        self.num_tokens = num_tokens
         self.metadata = metadata
         self.sources = sources
         self.owns_memory = owns_memory
         self._leases = list(leases)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.layers[0].key.shape[0])
 
     @property
     def nbytes(self) -> int:

@@ -6,20 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.reshard import HeadIds, Piece
 from omnikv.core.wire import Extension
-from omnikv.errors import ConfigError, HandoffError, OmniKVError, PutRejected, TransportError
-from omnikv.tensors.blocks import PagedKV
-from omnikv.tensors.kv import DenseSource, LayerSource
+from omnikv.errors import HandoffError, OmniKVError, PutRejected, TransportError
+from omnikv.handoff.cut import OwnLayers, cut, regions_of
 from omnikv.tensors.pack import PayloadPlan, plan_payload
 from omnikv.transports.base import Transport
-
-Layers: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]] | PagedKV"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,71 +39,34 @@ class SendReport:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def piece_sources(layers: Layers, piece: Piece, num_local_heads: int) -> list[LayerSource]:
-    """The piece's part of every layer, still unread.
-
-    Raises:
-        ConfigError: no layers, or one whose shape, dtype or head count does not fit.
-    """
-    if isinstance(layers, PagedKV):
-        if layers.num_heads != num_local_heads:
-            raise ConfigError(_head_count_message("the paged cache", layers.num_heads, num_local_heads))
-        return layers.layer_sources(piece.source_positions)
-    if not isinstance(layers, Sequence):
-        # An iterator among others: it would be empty by the time of the second target rank.
-        raise ConfigError(f"layers must be a list of (key, value) pairs, or a PagedKV, got a {type(layers).__name__}")
-    if not layers:
-        raise ConfigError("there are no layers to send: pass one (key, value) pair a layer")
-    return [
-        LayerSource(DenseSource(key, piece.source_positions), DenseSource(value, piece.source_positions))
-        for key, value in (_checked_pair(index, pair, num_local_heads) for index, pair in enumerate(layers))
-    ]
-
-
-def _checked_pair(index: int, pair: Any, num_local_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(tensor, torch.Tensor) for tensor in pair):
-        raise ConfigError(f"layer {index} must be a (key, value) pair of tensors, got {type(pair).__name__}")
-    key, value = pair
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise ConfigError(
-                f"layer {index}'s {name} has no plain elements to send ({tensor.layout} on {tensor.device}, "
-                f"{tensor.dtype}); pass a dense tensor that holds data"
-            )
-        if tensor.ndim != 3:
-            raise ConfigError(
-                f"layer {index}'s {name} must be [tokens, kv_heads, head_dim], got shape {list(tensor.shape)}"
-            )
-        if tensor.shape[1] != num_local_heads:
-            raise ConfigError(_head_count_message(f"layer {index}'s {name}", tensor.shape[1], num_local_heads))
-    if key.shape[0] != value.shape[0]:
-        raise ConfigError(f"layer {index} has {key.shape[0]} tokens of keys and {value.shape[0]} of values")
-    return key, value
-
-
-def _head_count_message(what: str, got: int, stated: int) -> str:
-    return f"{what} has {got} KV heads, but the route states {stated} for this rank; make the route's head ids match"
-
-
 def plan_piece(
     identity: PayloadId,
     piece: Piece,
-    sources: Sequence[LayerSource],
+    own: OwnLayers,
     *,
+    plain: bool,
     metadata: Mapping[str, Any] | None,
     checksum: bool,
 ) -> PayloadPlan:
-    """The payload that carries `sources` under `identity`, sized but not yet written."""
+    """The payload that carries the piece under `identity`, sized but not yet written.
+
+    On a `plain` route its heads tell what it is; elsewhere it names its regions.
+
+    Raises:
+        ConfigError: `metadata` is no JSON, or a layer has a dtype that a payload cannot hold.
+    """
     extension = Extension(
         source_rank=identity.source_rank,
         target_rank=identity.target_rank,
         role=identity.role,
         attempt=identity.attempt,
         heads=piece.heads,
+        num_tokens=None if plain else own.num_tokens,
+        regions=() if plain else regions_of(own, piece),
     )
     return plan_payload(
         request_id=identity.transfer_id,
-        layers=sources,
+        layers=cut(own, piece),
         metadata=metadata,
         extension=extension,
         checksum=checksum,
