@@ -20,10 +20,13 @@ from typing import TypeAlias
 
 import torch
 
+from omnikv.core.dtypes import convertible
 from omnikv.core.layout import Layout, is_count
 from omnikv.errors import ConfigError
-from omnikv.tensors.kv import LayerKV, LayerSource, head_runs
+from omnikv.tensors.convert import converted, name_of
+from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, head_runs
 from omnikv.tensors.layouts import BlockViews, LayerCache, layer_views
+from omnikv.tensors.quantised import Scale, dequantise, scale_entry, split_scales
 
 # `(first head in the output, first head in the blocks, how many)`.
 HeadRun: TypeAlias = "tuple[int, int, int]"
@@ -37,11 +40,13 @@ class PagedKV:
     """One request's KV in an engine's paged caches; checked whole when made, copied when sent.
 
     `block_ids` may name more blocks than `num_tokens` fill (engines reserve ahead): the surplus is checked, not sent.
-    Layers have the same number of heads; their head_dim, dtype, pool size and device may differ.
+    Layers have the same number of heads; their head_dim, dtype, pool size and device may differ. `scales`, where
+    `layout` states such, are a (key, value) pair a layer; each layer then goes as two entries (`tensors.quantised`).
 
     Raises:
         ConfigError: no layers; a cache that does not fit `layout`; layers with different numbers of heads; `num_tokens`
-            not positive or more than the blocks hold; a block id that is not in a layer's pool, or that comes twice.
+            not positive or more than the blocks hold; a block id that is not in a layer's pool, or that comes twice;
+            scales that `layout` does not state, or that are not as it states.
     """
 
     # Not shown: a log line would print an engine's whole cache.
@@ -49,17 +54,21 @@ class PagedKV:
     block_ids: Sequence[int]
     num_tokens: int
     layout: Layout
+    scales: Sequence[tuple[Scale, Scale]] | None = field(default=None, repr=False)
     _layers: tuple[BlockViews, ...] = field(init=False, repr=False)
     _span: _TokenSpan = field(init=False, repr=False)
+    _scales: tuple[LayerKV, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers = _layer_views(self.kv_caches, self.layout)
         object.__setattr__(self, "_layers", layers)
         object.__setattr__(self, "_span", _plan_span(self.block_ids, self.num_tokens, layers))
+        object.__setattr__(self, "_scales", self._scale_entries())
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        """How many entries `layer_sources` gives: a layer each, and its scales where it has such."""
+        return len(self._layers) + len(self._scales)
 
     @property
     def num_heads(self) -> int:
@@ -67,7 +76,7 @@ class PagedKV:
         return self._layers[0][0].shape[2]
 
     def layer_sources(self, head_positions: tuple[int, ...] | None = None) -> list[LayerSource]:
-        """A source a layer, each `[num_tokens, kv_heads, head_dim]`; `head_positions` selects and orders local heads.
+        """A source an entry, each `[num_tokens, kv_heads, head_dim]`; `head_positions` selects and orders local heads.
 
         Raises:
             ConfigError: a position outside these caches' heads, one given twice, or none at all.
@@ -82,10 +91,26 @@ class PagedKV:
             )
         # Runs of neighbouring heads move together: where a run starts in the output and in the blocks, and its length.
         runs = tuple((at, head_positions[at], length) for at, length in head_runs(head_positions))
-        return [
+        values = [
             LayerSource(BlockSource(key, self._span, runs), BlockSource(value, self._span, runs))
             for key, value in self._layers
         ]
+        if not self._scales:
+            return values
+        scales = [LayerSource(*(DenseSource(tensor, head_positions) for tensor in pair)) for pair in self._scales]
+        return [entry for pair in zip(values, scales, strict=True) for entry in pair]
+
+    def _scale_entries(self) -> tuple[LayerKV, ...]:
+        grain, scales = self.layout.scales, self.scales
+        if (grain is None) != (scales is None) or (scales is not None and len(scales) != len(self._layers)):
+            raise ConfigError(
+                f"the layout {self.layout.describe()!r} states scales {'for no' if grain is None else 'a'} "
+                f"{grain or 'tensor'}, but {'none' if scales is None else len(scales)} came for {len(self._layers)} "
+                "layers; pass scales= with a (key, value) pair a layer exactly where the layout states them"
+            )
+        if grain is None or scales is None:
+            return ()
+        return tuple(scale_entry(key, value, grain, self.num_tokens, self.num_heads) for key, value in scales)
 
 
 class BlockSource:
@@ -112,7 +137,7 @@ class BlockSource:
         if span.whole_blocks:
             index = span.index_on(blocks.device)
             whole = span.as_blocks(out)
-            if blocks.device == out.device:
+            if blocks.device == out.device and blocks.dtype == out.dtype:
                 torch.index_select(blocks, 0, index, out=whole)
             else:
                 # Gathering over the bus would be a copy a block: one tensor is gathered where it lies, then moved.
@@ -123,32 +148,51 @@ class BlockSource:
 
 def scatter_into_blocks(
     layers: Sequence[LayerKV], kv_caches: Sequence[LayerCache], block_ids: Sequence[int], layout: Layout
-) -> None:
-    """Nothing; writes layers `[tokens, kv_heads, head_dim]` into the blocks `block_ids`, in order.
+) -> list[LayerKV]:
+    """The scales that came along, a pair a layer; writes `layers` into the blocks `block_ids`, in order.
 
-    The inverse of what `PagedKV` reads, with the same checks, all of them before the first write. What follows the last
-    token in its block, and blocks beyond, stay as they are. Layers may lie on another device than the caches.
+    The inverse of what `PagedKV` reads, with the same checks, all of them before the first write. Each layer is
+    `[tokens, kv_heads, head_dim]`. What follows the last token in its block, and blocks beyond, stay as they are.
+    Layers may lie on another device than the caches, and in another dtype where `layout` states the caches' one: floats
+    convert, and quantised ones (`tensors.quantised`) are scaled back. Their scales, each `[tokens, kv_heads, 1]`, are
+    given where `layout` states that the engine keeps such, and there is none otherwise.
 
     Raises:
-        ConfigError: as `PagedKV` does, or a layer that differs from its cache in heads, head_dim or dtype, or from the
-            other layers in tokens.
+        ConfigError: as `PagedKV` does, or a layer that differs from its cache in heads or head_dim, or in a dtype that
+            does not convert, or from the other layers in tokens.
+        HandoffError: a value is beyond what float16 holds; blocks may have been written.
     """
     views = _layer_views(kv_caches, layout)
-    if len(layers) != len(views):
-        raise ConfigError(f"{len(layers)} layers cannot be written into the KV caches of {len(views)} layers")
+    scales: list[LayerKV] = []
+    if len(layers) == 2 * len(views):
+        layers, scales = split_scales(layers)
+    _require_fit(layers, bool(scales), views, layout)
+    span = _plan_span(block_ids, layers[0][0].shape[0], views)
+    for number, (layer, blocks) in enumerate(zip(layers, views, strict=True)):
+        if scales and not layout.scales:
+            (layer,) = dequantise([layer, scales[number]], blocks[0].dtype)
+        for tensor, room in zip(layer, blocks, strict=True):
+            _scatter(converted(tensor.detach(), room.dtype), room, span)
+    return scales if layout.scales else []
+
+
+def _require_fit(layers: Sequence[LayerKV], has_scales: bool, views: tuple[BlockViews, ...], layout: Layout) -> None:
+    if len(layers) != len(views) or (layout.scales and not has_scales):
+        raise ConfigError(
+            f"{len(layers)} layers{' with scales' * has_scales} cannot be written into the KV caches of {len(views)} "
+            f"layers{' that have scales' * bool(layout.scales)}"
+        )
     num_tokens = layers[0][0].shape[0]
     for number, (layer, blocks) in enumerate(zip(layers, views, strict=True)):
         for name, tensor, room in zip(("key", "value"), layer, blocks, strict=True):
             expected = (num_tokens, *room.shape[2:])
-            if tuple(tensor.shape) != expected or tensor.dtype != room.dtype:
+            converts = layout.dtype is not None and convertible(name_of(tensor.dtype), layout.dtype)
+            if tuple(tensor.shape) != expected or (tensor.dtype != room.dtype and not converts):
                 raise ConfigError(
                     f"the {name} of layer {number} is {list(tensor.shape)} {tensor.dtype}, "
                     f"but the blocks take {list(expected)} {room.dtype}"
+                    f"{'' if layout.dtype else '; other dtypes are converted where the layout states a dtype'}"
                 )
-    span = _plan_span(block_ids, num_tokens, views)
-    for layer, blocks in zip(layers, views, strict=True):
-        for tensor, room in zip(layer, blocks, strict=True):
-            _scatter(tensor.detach(), room, span)
 
 
 def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: _TokenSpan) -> None:

@@ -24,7 +24,7 @@ class TensorSource(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def write_into(self, out: torch.Tensor) -> None:
-        """Fill `out`, a contiguous tensor of this shape and dtype."""
+        """Fill `out`, a contiguous tensor of this shape, and of this dtype or one that a copy converts into."""
 
 
 class LayerSource(NamedTuple):
