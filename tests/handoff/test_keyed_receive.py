@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
+from tests.support.keyed import receive_kv
 
 from omnikv.core.keys import get_kv_connector_key
 from omnikv.core.senders import SenderAddress
@@ -21,7 +21,8 @@ from omnikv.errors import (
     WireReason,
 )
 from omnikv.handoff.engine_connector import Stages
-from omnikv.handoff.keyed_receive import ReceiveRoute, receive_kv
+from omnikv.handoff.keyed_assemble import ReceiveRoute
+from omnikv.handoff.keyed_receive import KeyedFetch, fetch_until
 from omnikv.tensors.pack import KVCacheTransferData
 
 EDGE = Stages("0", "1")
@@ -67,15 +68,12 @@ def route(source=1, target=1, rank=0, **more):
     return ReceiveRoute(stages=EDGE, topo=KVTPTopology(source, target, rank), **more)
 
 
-def receive(connector, where=None, *, request_id="r1", timeout_s=0.0, device=None, closing=None):
-    return receive_kv(
-        connector,
-        request_id,
-        where or route(),
-        deadline=time.monotonic() + timeout_s,
-        device=device,
-        closing=closing or threading.Event(),
-    )
+def receive(connector, where=None, *, request_id="r1", **more):
+    return receive_kv(connector, request_id, where or route(), **more)
+
+
+def begin(connector, where=None, request_id="r1"):
+    return KeyedFetch(connector, request_id, where or route(), closing=threading.Event())
 
 
 def heads_of(received):
@@ -198,7 +196,7 @@ def test_a_payload_that_came_and_cannot_be_placed_is_lost(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("omnikv.handoff.keyed_receive.move_tensors", full)
+    monkeypatch.setattr("omnikv.handoff.keyed_assemble.move_tensors", full)
     buffer = Buffer(payload([7]).to_bytes())
     with pytest.raises(PayloadLost, match="no room") as caught:
         receive(Shelf({PLAIN: buffer}))
@@ -258,3 +256,85 @@ def test_closing_ends_the_wait():
     closing.set()
     with pytest.raises(ReceiveTimeout, match="closing"):
         receive(Shelf({}), timeout_s=600, closing=closing)
+
+
+# A fetch that outlives a wait
+
+
+def test_a_wait_that_goes_on_asks_only_for_what_is_missing():
+    shelf = Shelf({key(0, 0): payload([0]).to_bytes()})
+    fetch = begin(shelf, route(2, 1, 0))
+    fetch_until(fetch, deadline=0.0)
+    assert [shard.source_rank for shard in fetch.missing] == [1]
+    shelf.kept[key(1, 0)] = payload([1]).to_bytes()
+    fetch_until(fetch, deadline=0.0)
+    assert heads_of(fetch.require()) == [0, 1]
+    assert [asked for asked, _ in shelf.asked] == [key(0, 0), key(1, 0), key(1, 0)]
+
+
+def test_whoever_waits_for_one_request_takes_what_comes_for_the_others():
+    shelf = Shelf({"omni_0_to_1_kv_cache_c1": payload([8], "c1").to_bytes()})
+    primary, companion = begin(shelf), begin(shelf, request_id="c1")
+    fetch_until(primary, [companion], deadline=0.0)
+    assert heads_of(companion.require()) == [8]
+    with pytest.raises(ReceiveTimeout):
+        primary.require()
+
+
+def test_a_companion_that_fails_does_not_touch_the_one_that_is_waited_for():
+    shelf = Shelf({PLAIN: payload([7]).to_bytes(), "omni_0_to_1_kv_cache_c1": PermissionError("no")})
+    primary, companion = begin(shelf), begin(shelf, request_id="c1")
+    fetch_until(primary, [companion], deadline=0.0)
+    assert heads_of(primary.require()) == [7]
+    with pytest.raises(TransportError, match="no"):
+        companion.require()
+
+
+@pytest.mark.parametrize("end", ["acknowledge", "give_back"])
+def test_what_came_whole_is_acknowledged_or_given_back_as_its_owner_says(end):
+    buffer = ReturnableBuffer(payload([7]).to_bytes())
+    fetch = begin(Shelf({PLAIN: buffer}))
+    fetch_until(fetch, deadline=0.0)
+    assert heads_of(fetch.require()) == [7]
+    assert buffer.ended == []
+    assert not fetch.is_consumed
+    assert getattr(fetch, end)() in (None, True)
+    assert buffer.ended == [{"acknowledge": "release", "give_back": "put_back"}[end]]
+
+
+def test_x16_a_shard_that_no_connector_takes_back_stays_for_whoever_takes_the_fetch_up_again():
+    buffer = Buffer(payload([0]).to_bytes())
+    shelf = Shelf({key(0, 0): buffer})
+    fetch = begin(shelf, route(2, 1, 0))
+    fetch_until(fetch, deadline=0.0)
+    assert not fetch.give_back()
+    assert fetch.is_consumed
+    assert buffer.ended == ["release"]
+    shelf.kept[key(1, 0)] = payload([1]).to_bytes()
+    fetch_until(fetch, deadline=0.0)
+    assert heads_of(fetch.require()) == [0, 1]
+
+
+def test_a_fault_that_consumed_nothing_may_be_tried_again_and_lost_payloads_may_not():
+    shelf = Shelf({PLAIN: ConnectionResetError("gone")})
+    fetch = begin(shelf)
+    fetch_until(fetch, deadline=0.0)
+    assert not fetch.is_lost
+    shelf.kept[PLAIN] = payload([7]).to_bytes()[:-1]
+    fetch.retry()
+    fetch_until(fetch, deadline=0.0)
+    assert fetch.is_lost
+    fetch.retry()
+    with pytest.raises(WireError):
+        fetch.require()
+
+
+def test_another_route_is_asked_for_what_the_first_could_not_give():
+    shelf = Shelf({PLAIN: ConnectionResetError("gone")})
+    fetch = begin(shelf)
+    fetch_until(fetch, deadline=0.0)
+    shelf.kept[PLAIN] = payload([7]).to_bytes()
+    fetch.redirect(route(address=SenderAddress(host="h", base_port=100), address_every_shard=True))
+    fetch_until(fetch, deadline=0.0)
+    assert heads_of(fetch.require()) == [7]
+    assert shelf.asked[-1] == (PLAIN, {"source_host": "h", "source_port": 100})

@@ -52,6 +52,10 @@ def request(primary="kv", asks=("cfg_text",), **companions):
     return SimpleNamespace(request_id="r1", past_key_values=primary, sampling_params=params)
 
 
+def opened(**more):
+    return OpenRequest(Deadlines.starting(0.0, recv_timeout_s=1.0, vote_timeout_s=1.0), ("r1",), **more)
+
+
 def settle(
     req, group, *, received=True, request_id="r1", role=ReceiveRole.LOCAL, within_s=20.0, failures=None, **rules
 ):
@@ -60,10 +64,10 @@ def settle(
     case = Case(
         req=req,
         layout=layout(group, role),
+        request=opened(failures=failures or {}),
         request_id=request_id,
         received=received,
         deadline=time.monotonic() + within_s,
-        failures=failures or {},
     )
     return lockstep.settle(case), counters
 
@@ -250,17 +254,18 @@ def test_a_group_in_doubt_is_not_used_again():
     lockstep = Lockstep(VoteRules(need_recv_cache=True), counters, calls)
     for within_s, words in ((0.05, "the deadline passed"), (60.0, "the group failed before")):
         case = Case(
-            req=request(), layout=layout(group), request_id="r1", received=True, deadline=time.monotonic() + within_s
+            req=request(),
+            layout=layout(group),
+            request=opened(),
+            request_id="r1",
+            received=True,
+            deadline=time.monotonic() + within_s,
         )
         with pytest.raises(VerdictInDoubt, match=words):
             lockstep.settle(case)
 
 
 # Before the vote
-
-
-def opened():
-    return OpenRequest(Deadlines.starting(0.0, recv_timeout_s=1.0, vote_timeout_s=1.0), "r1")
 
 
 def test_an_error_before_the_vote_becomes_a_no_with_its_cause():
@@ -276,8 +281,12 @@ def test_an_error_before_the_vote_becomes_a_no_with_its_cause():
 
 def test_a_request_that_something_broke_on_the_way_does_not_count_as_received():
     open_request = opened()
-    open_request.is_broken = True
-    assert not received_until_vote(lambda: True, open_request, Counter())
+
+    def receive():
+        open_request.is_broken = True
+        return True
+
+    assert not received_until_vote(receive, open_request, Counter())
 
 
 def test_a_request_to_stop_the_program_is_not_swallowed():

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from omnikv.errors import PayloadLost
+from omnikv.errors import PayloadLost, ReceiveTimeout
 from omnikv.handoff.prefetcher import Prefetcher
 
-PAYLOAD = ({"request_id": "r"}, 7)
+SOON_S = 20.0
+
+
+class Brought:
+    """What a fetch came to; it counts how often it was given back."""
+
+    def __init__(self, *, is_consumed=True):
+        self.is_consumed, self.given_back = is_consumed, 0
+
+    def give_back(self):
+        self.given_back += 1
+        return not self.is_consumed
+
+
+PAYLOAD = Brought()
+
+
+def take(prefetcher, request_id, within_s=SOON_S):
+    return prefetcher.take(request_id, deadline=time.monotonic() + within_s)
 
 
 @pytest.fixture
@@ -37,8 +56,8 @@ class Gate:
 def test_what_was_fetched_is_taken_once(prefetcher):
     assert prefetcher.submit("r", lambda: PAYLOAD)
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("r") == PAYLOAD
-    assert prefetcher.take("r") == (None, 0)
+    assert take(prefetcher, "r") == PAYLOAD
+    assert take(prefetcher, "r") is None
 
 
 def test_a_fetch_that_runs_is_waited_for(prefetcher):
@@ -46,7 +65,7 @@ def test_a_fetch_that_runs_is_waited_for(prefetcher):
     prefetcher.submit("r", gate)
     assert gate.began.wait(20)
     threading.Timer(0, gate.go.set).start()
-    assert prefetcher.take("r") == PAYLOAD
+    assert take(prefetcher, "r") == PAYLOAD
 
 
 def test_the_same_request_is_fetched_once(prefetcher):
@@ -56,18 +75,18 @@ def test_the_same_request_is_fetched_once(prefetcher):
     gate.go.set()
     assert prefetcher.wait_idle(20)
     prefetcher.submit("r", gate)
-    assert prefetcher.take("r") == PAYLOAD
+    assert take(prefetcher, "r") == PAYLOAD
     assert gate.runs == 1
 
 
 def test_a_request_that_nobody_submitted_is_a_miss(prefetcher):
-    assert prefetcher.take("r") == (None, 0)
+    assert take(prefetcher, "r") is None
 
 
 def test_a_fetch_that_found_nothing_is_a_miss(prefetcher):
-    prefetcher.submit("r", lambda: (None, 0))
+    prefetcher.submit("r", lambda: None)
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("r") == (None, 0)
+    assert take(prefetcher, "r") is None
 
 
 def test_a_fetch_that_failed_is_a_miss_and_is_logged(prefetcher, caplog):
@@ -75,18 +94,35 @@ def test_a_fetch_that_failed_is_a_miss_and_is_logged(prefetcher, caplog):
     gate.go.set()
     prefetcher.submit("r", gate)
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("r") == (None, 0)
+    assert take(prefetcher, "r") is None
     assert "ValueError: odd" in caplog.text
 
 
-def test_a_payload_that_was_lost_on_the_way_is_told_to_its_taker(prefetcher):
-    gate = Gate(PayloadLost("out of memory"))
-    gate.go.set()
+def test_a_fetch_that_still_runs_at_the_deadline_may_be_taken_later(prefetcher):
+    gate = Gate()
     prefetcher.submit("r", gate)
-    assert prefetcher.wait_idle(20)
-    with pytest.raises(PayloadLost, match="out of memory"):
-        prefetcher.take("r")
-    assert prefetcher.take("r") == (None, 0)
+    assert gate.began.wait(20)
+    with pytest.raises(ReceiveTimeout, match="still being prefetched"):
+        take(prefetcher, "r", within_s=0.0)
+    assert "r" in prefetcher
+    gate.go.set()
+    assert take(prefetcher, "r") is PAYLOAD
+
+
+@pytest.mark.parametrize("moment", ["ready", "running", "closing"])
+def test_what_is_discarded_goes_back_to_its_sender_and_is_not_lost(moment):
+    prefetcher, gate = Prefetcher(), Gate(Brought(is_consumed=False))
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    if moment != "running":
+        gate.go.set()
+        assert prefetcher.wait_idle(20)
+    if moment != "closing":
+        assert take(prefetcher, "other") is None
+    gate.go.set()
+    prefetcher.close()
+    assert gate.outcome.given_back == 1
+    assert take(prefetcher, "r") is None
 
 
 def test_moving_on_discards_what_was_left_over_and_says_so_if_it_is_asked_for(prefetcher):
@@ -95,18 +131,18 @@ def test_moving_on_discards_what_was_left_over_and_says_so_if_it_is_asked_for(pr
     prefetcher.submit("new", lambda: PAYLOAD)
     assert "old" not in prefetcher
     with pytest.raises(PayloadLost, match="discarded"):
-        prefetcher.take("old")
+        take(prefetcher, "old")
 
 
 def test_a_fetch_that_was_discarded_while_it_ran_can_be_adopted_back(prefetcher):
     gate = Gate()
     prefetcher.submit("r", gate)
     assert gate.began.wait(20)
-    prefetcher.take("other")
+    take(prefetcher, "other")
     prefetcher.submit("r", gate)
     gate.go.set()
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("r") == PAYLOAD
+    assert take(prefetcher, "r") == PAYLOAD
     assert gate.runs == 1
 
 
@@ -115,7 +151,7 @@ def test_a_fetch_still_queued_behind_another_is_left_to_its_taker(prefetcher):
     prefetcher.submit("first", gate)
     assert gate.began.wait(20)
     prefetcher.submit("second", never)
-    assert prefetcher.take("second") == (None, 0)
+    assert take(prefetcher, "second") is None
     gate.go.set()
     assert prefetcher.wait_idle(20)
     assert never.runs == 0
@@ -128,7 +164,7 @@ def test_waiting_says_whether_anything_still_runs(prefetcher):
     assert not prefetcher.wait_idle(0)
     gate.go.set()
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("r") == PAYLOAD
+    assert take(prefetcher, "r") == PAYLOAD
 
 
 def test_closing_joins_the_thread_and_takes_nothing_more():
@@ -151,5 +187,5 @@ def test_nothing_runs_before_the_first_request():
 def test_taking_one_request_discards_the_others(prefetcher):
     prefetcher.submit("old", lambda: PAYLOAD)
     assert prefetcher.wait_idle(20)
-    assert prefetcher.take("current") == (None, 0)
+    assert take(prefetcher, "current") is None
     assert "old" not in prefetcher

@@ -8,11 +8,12 @@ import uuid
 
 import pytest
 import torch
+from tests.support.keyed import receive_kv
 
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError, ConnectError, ProducerFailed, PutRejected, ReceiveTimeout, TransportError
 from omnikv.handoff.engine_connector import Stages
-from omnikv.handoff.keyed_receive import ReceiveRoute, receive_kv
+from omnikv.handoff.keyed_assemble import ReceiveRoute
 from omnikv.handoff.keyed_send import SendRoute, announce_failure, send_kv
 from omnikv.handoff.transport_connector import TransportConnector
 from omnikv.tensors.pack import KVCacheTransferData
@@ -49,8 +50,7 @@ def send(connector, payload, topo=(1, 1, 0), hook=None):
 
 def receive(connector, topo=(1, 1, 0), request_id="r1", timeout_s=SOON_S):
     where = ReceiveRoute(stages=EDGE, topo=KVTPTopology(*topo))
-    deadline = time.monotonic() + timeout_s
-    return receive_kv(connector, request_id, where, deadline=deadline, closing=threading.Event())
+    return receive_kv(connector, request_id, where, timeout_s=timeout_s)
 
 
 def heads_of(received):

@@ -3,7 +3,8 @@
 A receiver works in rounds. It asks for every shard that is missing, reports each arrival, and ends the round; it is
 then told that it has all, or to pause before the next round, or that the deadline has passed. A pause starts short
 after a round that brought something and doubles while nothing comes. The last pause ends at the deadline and is
-followed by one more round, so a shard that came during it is still found.
+followed by one more round, so a shard that came during it is still found. A receive whose wait ended may be resumed
+with a later deadline: it asks only for what is missing then.
 
 Pure: the clock's reading comes in with the event, and pausing is the shell's work.
 """
@@ -107,6 +108,11 @@ def begin(
         longest_pause_s=longest_pause_s,
         pause_s=first_pause_s,
     )
+
+
+def resume(state: Fetch, *, deadline_s: float) -> Fetch:
+    """The receive with another deadline, as eager as it began; what is here stays here."""
+    return replace(state, deadline_s=deadline_s, pause_s=state.first_pause_s, arrived_in_round=False)
 
 
 def step(state: Fetch, event: Event) -> tuple[Fetch, tuple[Effect, ...]]:

@@ -9,9 +9,9 @@
                                      submit/take: back to running
 
 A request that was discarded while its fetch ran is an orphan: the fetch cannot be stopped, and what it brings has been
-taken from the connector. If the same request is asked for again in time, it is adopted back. If its payload was
-dropped, the slot stays as "lost", so that the next taker learns at once that a retry cannot help, instead of waiting
-for a payload that no longer exists.
+taken from the connector. If the same request is asked for again in time, it is adopted back. If what it brought was
+dropped and could not be given back (it was consumed), the slot stays as "lost", so that the next taker learns at once
+that a retry cannot help, instead of waiting for a payload that no longer exists.
 
 Pure: `step(table, event)` gives the next table and the effects that the shell must carry out.
 """
@@ -49,7 +49,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`consumed` belongs to FINISH: the fetch took a payload from the connector, whether or not it could be used."""
+    """`consumed` belongs to FINISH: the fetch took something that cannot be given back, usable or not."""
 
     kind: Kind
     request_id: str
@@ -63,14 +63,14 @@ class Effect(enum.Enum):
     UNQUEUE = "take the job back from the worker, which has not begun it"
     AWAIT = "wait until the fetch finishes, then take again"
     DELIVER = "give the fetch's outcome to the taker and forget it"
-    DROP = "forget the fetch's outcome"
+    DROP = "forget the fetch's outcome, and give back what it holds"
     REPORT_MISS = "tell the taker that nothing was prefetched"
     REPORT_LOSS = "tell the taker that the payload was consumed and is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """All slots by request id; one without a slot is absent. `consumed` are the ready ones that hold a payload."""
+    """All slots by request id; one without a slot is absent. `consumed` are the ready ones that cannot go back."""
 
     slots: Mapping[str, Phase] = field(default_factory=lambda: MappingProxyType({}))
     consumed: frozenset[str] = frozenset()
@@ -137,11 +137,11 @@ def step(table: Table, event: Event) -> tuple[Table, tuple[Effect, ...]]:
     return Table(slots=MappingProxyType(_bounded(slots)), consumed=consumed, history=history), effects
 
 
-def _resolve(before: Phase | None, event: Event, holds_payload: bool) -> tuple[Phase | None, tuple[Effect, ...]] | None:
+def _resolve(before: Phase | None, event: Event, is_consumed: bool) -> tuple[Phase | None, tuple[Effect, ...]] | None:
     if before is Phase.ORPHANED and event.kind is Kind.FINISH:
         return (Phase.LOST if event.consumed else None), (Effect.DROP,)
     if before is Phase.READY and event.kind is Kind.DISCARD:
-        return (Phase.LOST if holds_payload else None), (Effect.DROP,)
+        return (Phase.LOST if is_consumed else None), (Effect.DROP,)
     return _TRANSITIONS.get((before, event.kind))
 
 

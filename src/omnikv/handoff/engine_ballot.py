@@ -6,7 +6,7 @@ Ranks of one stage hold different heads of it; tokens, layers, head size and dty
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from omnikv.core.keys import PRIMARY_ROLE
@@ -18,12 +18,21 @@ _MAX_ROLE_CHARS = 200
 
 
 def ballot_of(
-    req: Any, *, received: bool, request_id: str, required: Iterable[str], failures: Mapping[str, str]
+    req: Any,
+    *,
+    received: bool,
+    request_id: str,
+    required: Iterable[str],
+    failures: Mapping[str, str],
+    waiting: Set[str],
+    round_number: int,
+    can_refetch: bool,
 ) -> Ballot:
-    """This rank's vote on its request, final: an engine's request is fetched once.
+    """This rank's vote on its request in this round.
 
     The primary is required, and each of the roles `required`; other companions are optional. `failures` says why
-    something did not come, by the id that it travels under.
+    something did not come, by the id that it travels under. What lacks is missing if it is `waiting` for another round;
+    otherwise nothing more will come for it, and it failed.
     """
     companions = companion_ids(req)
     must = {PRIMARY_ROLE, *required}
@@ -34,21 +43,17 @@ def ballot_of(
     ids = {**companions, PRIMARY_ROLE: request_id}
     attempts = {PRIMARY_ROLE: _attempt(getattr(req, "kv_metadata", None))}
     entries = [
-        _entry(
-            role,
-            kv,
-            required=role in must,
-            cause=failures.get(ids.get(role, ""), ""),
-            more=attempts.get(role, ()),
-        )
+        _held(role, kv, role in must, attempts.get(role, ()))
+        if kv is not None
+        else _lacking(role, role in must, failures.get(ids.get(role, ""), ""), may_come=ids.get(role) in waiting)
         for role, kv in kv_by_role.items()
     ]
-    return Ballot(0, False, tuple(sorted(entries, key=lambda entry: entry.role)))
+    return Ballot(round_number, can_refetch, tuple(sorted(entries, key=lambda entry: entry.role)))
 
 
-def failed_ballot(role: str, cause: str) -> Ballot:
+def failed_ballot(role: str, cause: str, *, round_number: int = 0) -> Ballot:
     """The vote of a rank that cannot say more than that something went wrong."""
-    return Ballot(0, False, (RoleBallot(role, "failed", True, cause=cause[:_MAX_CAUSE_CHARS]),))
+    return Ballot(round_number, False, (RoleBallot(role, "failed", True, cause=cause[:_MAX_CAUSE_CHARS]),))
 
 
 def done_ballot(role: str) -> Ballot:
@@ -77,11 +82,17 @@ def _attempt(metadata: object) -> tuple[tuple[str, str], ...]:
     return (("attempt", str(attempt)),) if attempt is not None else ()
 
 
-def _entry(role: str, kv: object, *, required: bool, cause: str, more: tuple[tuple[str, str], ...]) -> RoleBallot:
-    name = role[:_MAX_ROLE_CHARS] or "unnamed"
-    if kv is not None:
-        return RoleBallot(name, "have", required, facts=tuple(sorted((*kv_facts(kv), *more))))
-    return RoleBallot(name, "missing", required, cause=(cause or "not received")[:_MAX_CAUSE_CHARS])
+def _held(role: str, kv: object, required: bool, more: tuple[tuple[str, str], ...]) -> RoleBallot:
+    return RoleBallot(_name(role), "have", required, facts=tuple(sorted((*kv_facts(kv), *more))))
+
+
+def _lacking(role: str, required: bool, cause: str, *, may_come: bool) -> RoleBallot:
+    words = (cause or "not received")[:_MAX_CAUSE_CHARS]
+    return RoleBallot(_name(role), "missing" if may_come else "failed", required, cause=words)
+
+
+def _name(role: str) -> str:
+    return role[:_MAX_ROLE_CHARS] or "unnamed"
 
 
 def _part(kv: object, name: str) -> Any:

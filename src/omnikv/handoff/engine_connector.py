@@ -10,7 +10,7 @@ interface allows; plain connectors lack them:
 * `blocks_until_deadline`: its `get_with_deadline` waits for a payload and is woken by it, so nobody polls;
 * `addresses_ranks`: it finds its peer by rank, so `get` takes `{"source_rank": r}` and payloads are packed straight
   into the transport's memory by `put_plan(..., target_rank=r)`;
-* a payload with `put_back()`: an incomplete receive gives it back unconsumed.
+* a payload with `put_back()`: an incomplete receive, or one that its group drops, gives it back unconsumed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 
 from omnikv.errors import OmniKVError, PutRejected, TransportError, WireError, WireReason
 from omnikv.tensors.pack import KVCacheTransferData
+from omnikv.tensors.place import borrows_from, map_tensors
 
 logger = logging.getLogger("omnikv.connector")
 
@@ -147,6 +148,19 @@ class Delivery:
         """Give the payload back unconsumed where the connector can take it, else only its memory."""
         if self.lease is not None:
             _end_lease(getattr(self.lease, "put_back", self.lease.release))
+
+    def owned(self) -> Delivery:
+        """The same payload in memory of its own; the connector's is released, or stays as it was when there is no room.
+
+        Raises:
+            RuntimeError: torch had no memory for it.
+        """
+        if self.lease is None:
+            return self
+        buffers = list(self.borrowed)
+        data = map_tensors(self.data, lambda part: part.clone() if borrows_from(part, buffers) else part)
+        self.settle()
+        return Delivery(data=data, nbytes=self.nbytes)
 
 
 def open_payload(raw: Any, nbytes: int, key: str) -> Delivery:

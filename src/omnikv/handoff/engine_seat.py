@@ -2,8 +2,8 @@
 
 A group of an engine's always has its object methods. One that is a real process group has a `cpu_group` of
 `torch.distributed` besides, and only such a group is known to hold processes of one engine that all run this code: it
-gets a channel, formed once, at the first vote, when every rank of it is there. Ranks on several hosts, which a channel
-would need an address for, vote over the object methods; all of them learn that alike while they form it.
+gets a channel, formed once, at the first vote, when every rank of it is there. Ranks on several hosts need for it an
+address of rank 0 that all of them reach; without one they vote over the object methods, and all learn that alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from omnikv.groups.torch_dist import EngineGroup, TorchDistGroup
 
 logger = logging.getLogger("omnikv.agree")
 
+_ANY_LOOPBACK = ("127.0.0.1", 0)
 VotesOver = Literal["auto", "objects", "channel"]
 
 
@@ -31,11 +32,18 @@ def is_process_group(group: Any) -> bool:
 
 
 class Seats:
-    """The seats of one rank, by group; close it to give them up. `facts` are settings that all ranks share."""
+    """The seats of one rank, by group; close it to give them up.
 
-    def __init__(self, over: VotesOver, *, facts: Mapping[str, str]) -> None:
+    `facts` are settings that all ranks share. `channel_address` is a host and port (0: any free one) of this rank's
+    own, where it listens for the others if it is rank 0 and they run on other hosts.
+    """
+
+    def __init__(
+        self, over: VotesOver, *, facts: Mapping[str, str], channel_address: tuple[str, int] | None = None
+    ) -> None:
         self._over = over
         self._facts = dict(facts)
+        self._address = channel_address or _ANY_LOOPBACK
         self._by_group: dict[int, tuple[Any, Agreement]] = {}
 
     def of(self, group: Any, *, deadline: float) -> Agreement:
@@ -65,11 +73,14 @@ class Seats:
             )
         if self._over != "objects" and is_process_group(group):
             try:
-                return Channel.form(_forming_group(group), facts=self._facts, deadline=deadline)
+                return Channel.form(_forming_group(group), facts=self._facts, deadline=deadline, address=self._address)
             except ConfigError as error:  # On every rank alike.
                 if self._over == "channel":
                     raise
-                logger.warning("votes go over the engine's group, not over a channel: %s", error)
+                logger.warning(
+                    "votes go over the engine's group, not over a channel: %s (kv_channel_address is the setting)",
+                    error,
+                )
             except ConnectError as error:
                 raise VerdictInDoubt(f"this rank has no seat in the votes of its group: {error}") from error
         return ExchangeAgreement(EngineGroup(group), facts=repr(sorted(self._facts.items())))

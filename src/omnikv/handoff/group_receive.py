@@ -1,6 +1,6 @@
 """One rank's way through a distributed receive: open the request, receive, settle, hand on, conclude.
 
-This ties together what each knows one part: `open_request` the deadlines and what is held, `lockstep` the votes,
+This ties together what each knows one part: `open_request` the deadlines and what is fetched, `lockstep` the votes,
 `distribute` the way from leaders to followers. Every rank of a stage makes the same steps for the same requests.
 """
 
@@ -29,40 +29,54 @@ ResolveId = Callable[[Any], str | None]
 class GroupReceive:
     """The receives of one rank together with its groups; close it to give up its seats in their votes.
 
-    `timeouts_s` says how long a receive may take and how long its vote, in seconds.
+    `timeouts_s` says how long a receive may take and how long its vote, in seconds. `channel_address` is where this
+    rank listens for the votes of its group if it is the group's rank 0 and the others run on other hosts.
     """
 
-    def __init__(self, rules: VoteRules, timeouts_s: Callable[[], tuple[float, float]], counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        rules: VoteRules,
+        timeouts_s: Callable[[], tuple[float, float]],
+        counters: Counter[str],
+        *,
+        channel_address: tuple[str, int] | None = None,
+    ) -> None:
         self._timeouts_s = timeouts_s
         self._counters = counters
         self._calls = BoundedCalls()
-        self._lockstep = Lockstep(rules, counters, self._calls)
+        self._lockstep = Lockstep(rules, counters, self._calls, channel_address=channel_address)
         self._open = OpenRequests()
 
-    def find(self, request_id: str) -> OpenRequest | None:
-        """The open request that this id belongs to, as its own or as a companion's."""
-        return self._open.find(request_id)
-
-    def request(self, request_id: str | None) -> OpenRequest:
-        """The open request that this id belongs to, or one that begins and ends here."""
-        return self._open.find(request_id or "") or OpenRequest(self._deadlines(), request_id)
+    def begin(self, request_id: str) -> OpenRequest:
+        """A receive that nobody else takes part in, with what an earlier one left over."""
+        return self._open.begin((request_id,), self._deadlines())
 
     @contextmanager
-    def opened(self, req: Any, resolve: ResolveId, *, votes: bool = False) -> Iterator[OpenRequest]:
-        """The request, open while the block runs; one that is open already is entered as it is.
+    def opened(self, req: Any, resolve: ResolveId) -> Iterator[tuple[OpenRequest, bool]]:
+        """The request, open while the block runs, and whether it was opened here; one that is open already is entered.
 
-        Where a vote decides (`votes`) what came is held until `conclude`; otherwise it is acknowledged at the end.
+        What came for it goes back to its senders at the end unless it was acknowledged.
         """
-        request_id = request_id_of(req, resolve)
-        is_within = self._open.find(request_id or "") is not None
-        with self._open.opened(ids_of(req, request_id), OpenRequest(self._deadlines(), request_id)) as request:
-            yield request
-            if not (votes or is_within):
-                request.acknowledge()
+        with self._open.opened(ids_of(req, request_id_of(req, resolve)), self._deadlines()) as opened:
+            yield opened
 
-    def receive(self, receive: Callable[[], bool], request: OpenRequest) -> bool:
-        """What `receive` says, or False with the cause noted in `request`: nothing but a request to stop gets out."""
-        return received_until_vote(receive, request, self._counters)
+    @contextmanager
+    def opened_id(self, request_id: str) -> Iterator[tuple[OpenRequest, bool]]:
+        """As `opened`, for an id: that of an open request, or of one of its companions, or one that stands alone."""
+        with self._open.opened((request_id,), self._deadlines()) as opened:
+            yield opened
+
+    def receive(self, receive: Callable[[], bool], request: OpenRequest, layout: ReceiveLayout) -> bool:
+        """What `receive` says, or False with the cause noted in `request`: nothing but a request to stop gets out.
+
+        Where the ranks vote in rounds it waits for the first of them only, and may be called again.
+        """
+
+        def attempt() -> bool:
+            return received_until_vote(receive, request, self._counters)
+
+        self._lockstep.begin_rounds(layout, request, attempt)
+        return attempt()
 
     def settle(self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool) -> bool:
         """Whether this rank still holds the request's KV after its tensor-parallel group voted, if it votes.
@@ -101,8 +115,12 @@ class GroupReceive:
             drop_payload(req, request.request_id)
             received = False
         if received or handed_on:
-            request.acknowledge()
+            self.acknowledge(request)
         return received or handed_on
+
+    def acknowledge(self, request: OpenRequest) -> None:
+        """Nothing; tells the senders that what came for the request was used."""
+        self._counters["received"] += request.acknowledge()
 
     def close(self) -> None:
         """Give up this rank's seats; a vote afterwards fails. Idempotent."""
@@ -130,12 +148,13 @@ class GroupReceive:
         self, req: Any, layout: ReceiveLayout, resolve: ResolveId, *, received: bool, hands_on: bool = False
     ) -> Case:
         request_id = request_id_of(req, resolve)
-        request = self.request(request_id)
+        request = self._open.find(request_id or "") or OpenRequest(self._deadlines())
+        deadlines = request.deadlines
         return Case(
             req=req,
             layout=layout,
+            request=request,
             request_id=request_id,
             received=received,
-            deadline=request.deadlines.hand_on if hands_on else request.deadlines.vote,
-            failures=request.failures,
+            deadline=deadlines.hand_on if hands_on else deadlines.vote,
         )

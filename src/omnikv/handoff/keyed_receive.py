@@ -1,8 +1,11 @@
 """Receiving a request's KV through an engine's connector: every shard under its key, then one payload for this rank.
 
-`omnikv.core.fetch` decides what is asked for and when to stop; this shell asks, waits and puts the shards together.
-What a connector handed out cannot always be given back. So a payload that arrived is kept while others are late, and
-where the connector takes payloads back, an incomplete set returns to it whole.
+A fetch outlives the wait for it. What came stays with it while the rest is waited for, over as many rounds as ranks in
+lockstep vote, and while companions of the request are fetched beside it, so that waits overlap and nothing is asked for
+twice. Nothing is acknowledged before its owner says so: what a drop leaves goes back to a connector that takes it back,
+and is kept for a retry where a get has consumed it for good.
+
+`omnikv.core.fetch` decides what is asked for and when a wait ends; this shell asks, waits and puts the shards together.
 """
 
 from __future__ import annotations
@@ -10,20 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omnikv.core.fetch import Arrived, Complete, Fetch, GiveUp, Pause, RoundEnded, Shard, begin, step
-from omnikv.core.keys import RecvKeyHook, build_rank_aware_recv_keys
-from omnikv.core.senders import SenderAddress
-from omnikv.core.topology import KVTPTopology
-from omnikv.errors import HandoffError, OmniKVError, PayloadLost, ReceiveTimeout, WireError, WireReason
-from omnikv.handoff.engine_connector import Delivery, Stages, addresses_ranks, ask, blocks_until_deadline
-from omnikv.tensors.place import borrows_from, map_tensors, move_tensors
-from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, slice_received_rank_shard
+from omnikv.core.fetch import Arrived, Fetch, Pause, RoundEnded, Shard, begin, resume, step
+from omnikv.core.keys import build_rank_aware_recv_keys
+from omnikv.errors import OmniKVError, ReceiveTimeout, WireError, WireReason
+from omnikv.handoff.engine_connector import Delivery, addresses_ranks, ask, blocks_until_deadline
+from omnikv.handoff.keyed_assemble import ReceiveRoute, assemble_shards, by_hook, place_payload
 
 logger = logging.getLogger("omnikv.receive")
 
@@ -32,149 +32,247 @@ _BLOCKING_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveRoute:
-    """Where a receiver rank's payloads come from, and an engine's own key builder, merger and slicer if it has them.
-
-    `address` is where rank 0 of the sender listens. It is named to the connector for shards of a certain rank, and for
-    all shards when it belongs to this one receive (`address_every_shard`).
-    """
-
-    stages: Stages
-    topo: KVTPTopology
-    address: SenderAddress | None = None
-    address_every_shard: bool = False
-    key_hook: RecvKeyHook | None = None
-    merger: Merger | None = None
-    slicer: Slicer | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedPayload:
-    """One rank's KV as the published dict, in memory of its own or on the device asked for, and its size on the way.
-
-    `held` are the deliveries that the connector would still take back; the KV is ours whatever becomes of them.
-    """
+    """One rank's KV as the published dict, in memory of its own or on the device asked for, and its size on the way."""
 
     data: dict[str, Any]
     nbytes: int
-    held: tuple[Delivery, ...] = ()
-
-    def settle(self) -> None:
-        """Nothing; the sender may forget what was held: it was used. Call this or `put_back`, once."""
-        for delivery in self.held:
-            delivery.settle()
-
-    def put_back(self) -> None:
-        """Nothing; what was held goes back unconsumed, and the same keys find it again."""
-        for delivery in self.held:
-            delivery.put_back()
 
 
-def receive_kv(
-    connector: Any,
-    request_id: str,
-    route: ReceiveRoute,
-    *,
-    deadline: float,
-    device: torch.device | None = None,
-    closing: threading.Event,
-    hold: bool = False,
-) -> ReceivedPayload:
-    """The request's KV for this rank, merged from its shards, on `device` if one is named.
+class KeyedFetch:
+    """One request's KV on its way to this rank: the shards that came, and in the end the payload or what went wrong.
 
-    `deadline` is on the monotonic clock, in seconds. `closing` ends the wait early. With `hold`, payloads that the
-    connector takes back are not acknowledged yet: the caller ends the result by `settle` or `put_back`.
-
-    Raises:
-        ReceiveTimeout: a shard is still missing; those that came were given back where the connector takes them back,
-            and `consumed` says whether any could not be.
-        TopologyError: the parallel sizes do not divide, this rank is outside its stage, or a key builder's plain keys
-            do not match the source ranks.
-        WireError: a payload is damaged, belongs to another request or rank, or shards do not fit together.
-        TransportError: the connector failed.
-        ProducerFailed: the sender said that it failed.
-        PayloadLost: everything came, and could not be brought to where it is needed.
-        LocalProtocolError: a key builder named one key twice.
-        HandoffError: an engine's key builder, merger or slicer failed.
+    Its owner ends it: by `acknowledge` when the payload was used, by `give_back` otherwise.
     """
-    started = time.monotonic()
-    keys = _by_hook(
-        "key builder",
-        request_id,
-        lambda: build_rank_aware_recv_keys(request_id, *route.stages, route.topo, hook=route.key_hook),
-    )
-    shards = tuple(Shard(key, rank) for key, rank in keys)
-    deliveries: dict[str, Delivery] = {}
-    consumed = False
-    held: tuple[Delivery, ...] = ()
-    try:
-        _fetch(connector, request_id, route, shards, deliveries, deadline=deadline, closing=closing)
-        consumed = True
-        data = _assemble(request_id, route, shards, deliveries)
-        data = _place(request_id, data, deliveries, device)
-        held = tuple(delivery for delivery in deliveries.values() if hold and delivery.returnable)
-    except OmniKVError as error:
-        # A broken payload would be just as broken the next time; its room is better freed.
-        consumed = consumed or isinstance(error, WireError)
-        error.consumed = consumed or not all(delivery.returnable for delivery in deliveries.values())
-        raise
-    finally:
-        for delivery in deliveries.values():
-            if not any(delivery is kept for kept in held):
-                (delivery.settle if consumed else delivery.put_back)()
-    nbytes = sum(delivery.nbytes for delivery in deliveries.values())
-    logger.info(
-        "received KV of request %s from %s: %d bytes under %d key(s) in %.1f ms",
-        request_id, route.stages.from_stage, nbytes, len(shards), 1e3 * (time.monotonic() - started),
-    )  # fmt: skip
-    return ReceivedPayload(data=data, nbytes=nbytes, held=held)
 
+    def __init__(
+        self,
+        connector: Any,
+        request_id: str,
+        route: ReceiveRoute,
+        *,
+        device: torch.device | None = None,
+        closing: threading.Event,
+    ) -> None:
+        """`closing` ends every wait early. What is wrong with the keys becomes the fetch's `failure`."""
+        self.request_id = request_id
+        self.route = route
+        self.payload: ReceivedPayload | None = None
+        # Kept rather than raised, so that it is the same whoever asks, and how often.
+        self.failure: OmniKVError | None = None
+        self._connector = connector
+        self._device = device
+        self._closing = closing
+        self._started = time.monotonic()
+        self._deliveries: dict[str, Delivery] = {}
+        self._state: Fetch | None = None
+        waits_itself = blocks_until_deadline(connector)
+        pauses = {"first_pause_s": _BLOCKING_PAUSE_S, "longest_pause_s": _BLOCKING_PAUSE_S} if waits_itself else {}
+        try:
+            keys = by_hook(
+                "key builder",
+                request_id,
+                lambda: build_rank_aware_recv_keys(request_id, *route.stages, route.topo, hook=route.key_hook),
+            )
+            self._state = begin(tuple(Shard(key, rank) for key, rank in keys), deadline_s=self._started, **pauses)
+        except OmniKVError as error:
+            error.consumed = False
+            self.failure = error
 
-def _fetch(
-    connector: Any,
-    request_id: str,
-    route: ReceiveRoute,
-    shards: tuple[Shard, ...],
-    deliveries: dict[str, Delivery],
-    *,
-    deadline: float,
-    closing: threading.Event,
-) -> None:
-    """Nothing; fills `deliveries` until every shard is in it."""
-    waits_itself = blocks_until_deadline(connector)
+    @property
+    def missing(self) -> tuple[Shard, ...]:
+        """The shards that may still come; none once the payload is here or something failed."""
+        return () if self._state is None or self.is_over else self._state.missing
 
-    def look(shard: Shard, until: float | None) -> bool:
-        metadata = _metadata(connector, route, shard)
-        delivery = ask(connector, route.stages, shard.key, metadata, deadline=until)
-        if delivery is not None:
-            deliveries[shard.key] = delivery
-            _require_request(delivery.data, request_id, shard)
-        return delivery is not None
+    @property
+    def is_over(self) -> bool:
+        """Whether no wait can add anything."""
+        return self.payload is not None or self.failure is not None
 
-    pauses = {"first_pause_s": _BLOCKING_PAUSE_S, "longest_pause_s": _BLOCKING_PAUSE_S} if waits_itself else {}
-    state: Fetch = begin(shards, deadline_s=deadline, **pauses)
-    while True:
-        for shard in state.missing:
-            if look(shard, time.monotonic() if waits_itself else None):
-                state, _ = step(state, Arrived(shard.key))
-        state, (effect,) = step(state, RoundEnded(time.monotonic()))
-        if isinstance(effect, Complete):
+    @property
+    def is_consumed(self) -> bool:
+        """Whether something was taken from the connector that it does not take back."""
+        if self.payload is not None:
+            return not self._deliveries
+        if self.failure is not None and self.failure.consumed:
+            return True
+        return not self._is_returnable
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the payload was consumed and cannot be had any more: a retry cannot help."""
+        return self.failure is not None and self.failure.consumed and not self._deliveries
+
+    def require(self) -> ReceivedPayload:
+        """The payload.
+
+        Raises:
+            ReceiveTimeout: a shard is still missing; `consumed` says whether any that came cannot be given back.
+            TopologyError: the parallel sizes do not divide, this rank is outside its stage, or a key builder's plain
+                keys do not match the source ranks.
+            WireError: a payload is damaged, belongs to another request or rank, or shards do not fit together.
+            TransportError: the connector failed.
+            ProducerFailed: the sender said that it failed.
+            PayloadLost: everything came, and could not be brought to where it is needed.
+            LocalProtocolError: a key builder named no key, or one twice.
+            HandoffError: an engine's key builder, merger or slicer failed.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.payload is None:
+            raise self._timeout()
+        return self.payload
+
+    def begin_wait(self, deadline: float) -> None:
+        """Nothing; the rounds that follow end at `deadline` (monotonic seconds)."""
+        if self._state is not None:
+            self._state = resume(self._state, deadline_s=deadline)
+
+    def look(self) -> None:
+        """Nothing; takes what is here of the missing shards, without waiting for any."""
+        now = time.monotonic() if blocks_until_deadline(self._connector) else None
+        for shard in self.missing:
+            if not self.is_over:
+                self._ask(shard, now)
+
+    def end_round(self) -> float | None:
+        """How long to wait before the missing shards are looked for again, in seconds; None when the wait is over."""
+        if self._state is None or self.is_over or self._closing.is_set():
+            return None
+        self._state, (effect,) = step(self._state, RoundEnded(time.monotonic()))
+        return effect.seconds if isinstance(effect, Pause) else None
+
+    def wait(self, pause_s: float) -> None:
+        """Nothing; returns after `pause_s`, or as soon as a shard came where the connector wakes us."""
+        if blocks_until_deadline(self._connector):
+            self._ask(self.missing[0], time.monotonic() + pause_s)
+        else:
+            self._closing.wait(pause_s)
+
+    def redirect(self, route: ReceiveRoute) -> None:
+        """Nothing; the missing shards are asked of the sender that this route names, by the same keys."""
+        if route != self.route:
+            self.route = route
+            self.retry()
+
+    def retry(self) -> None:
+        """Nothing; what failed, and consumed nothing that is lost, may be asked for again."""
+        if not self.is_lost:
+            self.failure = None
+
+    def acknowledge(self) -> None:
+        """Nothing; the senders may forget what came: it was used. Idempotent."""
+        self._end_deliveries(Delivery.settle)
+
+    def give_back(self) -> bool:
+        """Whether nothing stays here: what came is with its senders again, and the same keys find it. Idempotent.
+
+        What cannot go back whole stays with this fetch, in memory of its own, for whoever takes the fetch up again.
+        """
+        if self.payload is not None and not self._deliveries:
+            return False
+        if not self._is_returnable:
+            return not self._own_deliveries()
+        self.payload = None
+        self._end_deliveries(Delivery.put_back)
+        return True
+
+    @property
+    def _is_returnable(self) -> bool:
+        return all(delivery.returnable for delivery in self._deliveries.values())
+
+    def _ask(self, shard: Shard, until: float | None) -> None:
+        try:
+            metadata = self._metadata(shard)
+            delivery = ask(self._connector, self.route.stages, shard.key, metadata, deadline=until)
+            if delivery is None:
+                return
+            self._deliveries[shard.key] = delivery
+            _require_request(delivery.data, self.request_id, shard)
+        except OmniKVError as error:
+            # A broken payload would be just as broken the next time; its room is better freed.
+            self._fail(error, consumed=isinstance(error, WireError))
             return
-        if isinstance(effect, GiveUp) or closing.is_set():
-            raise _timeout(request_id, route, state, closing)
-        assert isinstance(effect, Pause)
-        if not waits_itself:
-            closing.wait(effect.seconds)
-        elif look(state.missing[0], time.monotonic() + effect.seconds):
-            state, _ = step(state, Arrived(state.missing[0].key))
+        assert self._state is not None
+        self._state, _ = step(self._state, Arrived(shard.key))
+        if not self._state.missing:
+            self._complete()
+
+    def _metadata(self, shard: Shard) -> dict[str, Any] | None:
+        route = self.route
+        if addresses_ranks(self._connector):
+            return {"source_rank": shard.source_rank or 0}
+        if route.address is None or (shard.source_rank is None and not route.address_every_shard):
+            return None
+        return route.address.for_rank(shard.source_rank)
+
+    def _complete(self) -> None:
+        assert self._state is not None
+        wanted = self._state.wanted
+        shards = [self._deliveries[shard.key] for shard in wanted]
+        try:
+            data = assemble_shards(self.request_id, self.route, shards, [shard.source_rank for shard in wanted])
+            data = place_payload(self.request_id, data, shards, self._device)
+        except OmniKVError as error:
+            self._fail(error, consumed=True)
+            return
+        self.payload = ReceivedPayload(data=data, nbytes=sum(shard.nbytes for shard in shards))
+        logger.info(
+            "received KV of request %s from %s: %d bytes under %d key(s) in %.1f ms",
+            self.request_id, self.route.stages.from_stage, self.payload.nbytes, len(shards),
+            1e3 * (time.monotonic() - self._started),
+        )  # fmt: skip
+        if not self._is_returnable:
+            # The payload is ours whatever becomes of it, and a connector's own memory is scarce.
+            self.acknowledge()
+
+    def _fail(self, error: OmniKVError, *, consumed: bool) -> None:
+        self.failure = error
+        error.consumed = consumed or not self._is_returnable
+        if consumed:
+            self.acknowledge()
+
+    def _own_deliveries(self) -> bool:
+        try:
+            for key, delivery in list(self._deliveries.items()):
+                self._deliveries[key] = delivery.owned()
+        except RuntimeError as error:
+            logger.warning("what came of request %s could not be kept for a retry: %s", self.request_id, error)
+            self.acknowledge()
+            return False
+        return True
+
+    def _end_deliveries(self, end: Callable[[Delivery], None]) -> None:
+        deliveries, self._deliveries = self._deliveries, {}
+        for delivery in deliveries.values():
+            end(delivery)
+
+    def _timeout(self) -> ReceiveTimeout:
+        assert self._state is not None
+        missing = ", ".join(
+            repr(shard.key) if shard.source_rank is None else f"{shard.key!r} of source rank {shard.source_rank}"
+            for shard in self.missing
+        )
+        why = "this rank is closing" if self._closing.is_set() else "the deadline passed"
+        error = ReceiveTimeout(
+            f"KV of request {self.request_id!r} did not come from stage {self.route.stages.from_stage!r}: {why}, and "
+            f"{len(self.missing)} of {len(self._state.wanted)} shards are missing: {missing}",
+            request_id=self.request_id,
+        )
+        error.consumed = not self._is_returnable
+        return error
 
 
-def _metadata(connector: Any, route: ReceiveRoute, shard: Shard) -> dict[str, Any] | None:
-    if addresses_ranks(connector):
-        return {"source_rank": shard.source_rank or 0}
-    if route.address is None or (shard.source_rank is None and not route.address_every_shard):
-        return None
-    return route.address.for_rank(shard.source_rank)
+def fetch_until(first: KeyedFetch, beside: Sequence[KeyedFetch] = (), *, deadline: float) -> None:
+    """Nothing; waits until `first` is over or `deadline` (monotonic seconds); takes what comes for all meanwhile."""
+    first.begin_wait(deadline)
+    while True:
+        for fetch in (first, *beside):
+            fetch.look()
+        pause_s = first.end_round()
+        if pause_s is None:
+            return
+        first.wait(pause_s)
 
 
 def _require_request(data: Mapping[str, Any], request_id: str, shard: Shard) -> None:
@@ -188,68 +286,3 @@ def _require_request(data: Mapping[str, Any], request_id: str, shard: Shard) -> 
             key=shard.key,
             rank=shard.source_rank,
         )
-
-
-def _timeout(request_id: str, route: ReceiveRoute, state: Fetch, closing: threading.Event) -> ReceiveTimeout:
-    missing = ", ".join(
-        repr(shard.key) if shard.source_rank is None else f"{shard.key!r} of source rank {shard.source_rank}"
-        for shard in state.missing
-    )
-    why = "this rank is closing" if closing.is_set() else "the deadline passed"
-    return ReceiveTimeout(
-        f"KV of request {request_id!r} did not come from stage {route.stages.from_stage!r}: {why}, and "
-        f"{len(state.missing)} of {len(state.wanted)} shards are missing: {missing}",
-        request_id=request_id,
-    )
-
-
-def _assemble(
-    request_id: str, route: ReceiveRoute, shards: tuple[Shard, ...], deliveries: Mapping[str, Delivery]
-) -> dict[str, Any]:
-    payloads = [deliveries[shard.key].data for shard in shards]
-    sources = [shard.source_rank for shard in shards]
-    merged: Any = payloads[0]
-    if len(payloads) > 1:
-        merged = _by_hook(
-            "payload merger",
-            request_id,
-            lambda: merge_received_rank_shards(payloads, route.merger, source_ranks=sources),
-        )
-    data = _by_hook(
-        "payload slicer", request_id, lambda: slice_received_rank_shard(merged, route.topo, slicer=route.slicer)
-    )
-    if not isinstance(data, dict):
-        raise HandoffError(
-            f"the payload merger or slicer made {type(data).__name__} of request {request_id!r}, not a payload",
-            request_id=request_id,
-        )
-    return data
-
-
-def _by_hook(what: str, request_id: str, run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except OmniKVError:
-        raise
-    # edge: key builders, mergers and slicers may be an engine's own, and it may raise anything.
-    except Exception as error:
-        raise HandoffError(f"the {what} failed for request {request_id!r}: {error}", request_id=request_id) from error
-
-
-def _place(
-    request_id: str, data: dict[str, Any], deliveries: Mapping[str, Delivery], device: torch.device | None
-) -> dict[str, Any]:
-    buffers = [buffer for delivery in deliveries.values() for buffer in delivery.borrowed]
-    try:
-        if "layer_blocks" in data:
-            data = data | {"layer_blocks": move_tensors(data["layer_blocks"], device)}
-        if not buffers:
-            return data
-        owned: dict[str, Any] = map_tensors(data, lambda part: part.clone() if borrows_from(part, buffers) else part)
-    # What torch raises when memory or a device gives out.
-    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
-        raise PayloadLost(
-            f"KV of request {request_id!r} came and could not be brought to {device or 'memory of its own'}: {error}",
-            request_id=request_id,
-        ) from error
-    return owned

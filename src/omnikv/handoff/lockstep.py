@@ -4,25 +4,29 @@ Between the start of a receive and the vote nothing may leave a rank: whatever g
 its peers already wait for its vote. After a negative verdict every rank drops what it holds, and keeps what the request
 came with, so that all take the same other way and a retry can ask again.
 
-Two dialects of the vote. The published one compares which fields ranks hold, call for call as released engines do. The
-other compares contents: each role with its tokens, layers and dtype (X12), over `omnikv.groups`, and says in words
-which rank lacks what. `VoteRules` decides between them by values that are equal on every rank of a group.
+Two dialects of the vote. The published one compares which fields ranks hold, call for call as released engines do, once
+a request. The other compares contents: each role with its tokens, layers and dtype (X12), over `omnikv.groups`, says in
+words which rank lacks what, and goes in rounds: a rank waits for a slice of the request's time, votes, and where some
+rank still waits for something that may come, that rank fetches that again before all vote once more. So a failure
+anywhere is known everywhere within a slice, and a late shard costs no rank what it has. `VoteRules` decides between the
+two by values that are equal on every rank of a group.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
-from omnikv.core.messages import Ballot
+from omnikv.core.messages import Ballot, Ruling
 from omnikv.core.published_vote import published_signature, should_exchange
 from omnikv.core.receive_role import ReceiveLayout
 from omnikv.core.roles import branch_roles, clear_payload, collect_payload, companion_ids, missing_roles, primary_kv
-from omnikv.core.verdict import spell_causes
+from omnikv.core.verdict import MAX_ROUNDS, spell_causes
+from omnikv.errors import LocalProtocolError
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.engine_ballot import ballot_of, done_ballot, failed_ballot
 from omnikv.handoff.engine_seat import Seats, VotesOver, is_process_group
@@ -45,13 +49,15 @@ class VoteRules:
 
     `dialect` "auto" compares contents where the group is a real process group, whose ranks all run this code, and takes
     the published exchange where it has the object methods alone. `over` says what carries the contents. The companions
-    named by `required_roles` fail a request that lacks them, even where all ranks do.
+    named by `required_roles` fail a request that lacks them, even where all ranks do. `slice_s` is how long a round of
+    a vote on contents waits for what is missing.
     """
 
     need_recv_cache: bool
     dialect: Dialect = "auto"
     over: VotesOver = "auto"
     required_roles: tuple[str, ...] = ()
+    slice_s: float = 0.5
 
     def compares_contents(self, group: Any) -> bool:
         """Whether ranks of this group show each other contents rather than names of fields."""
@@ -64,14 +70,15 @@ class Case:
 
     req: Any
     layout: ReceiveLayout
+    request: OpenRequest
     request_id: str | None
     received: bool
     deadline: float
-    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def received_until_vote(receive: Callable[[], bool], request: OpenRequest, counters: Counter[str]) -> bool:
     """What `receive` says, or False with the cause logged, counted and noted in `request`."""
+    request.begin_attempt()
     try:
         return bool(receive()) and not request.is_broken
     # edge: just before the vote; a rank that left here would leave its peers waiting in the exchange.
@@ -106,11 +113,28 @@ def drop_payload(req: Any, request_id: str | None) -> None:
 class Lockstep:
     """This rank's part in the votes of its stage; close it to give up its seats."""
 
-    def __init__(self, rules: VoteRules, counters: Counter[str], calls: BoundedCalls) -> None:
+    def __init__(
+        self,
+        rules: VoteRules,
+        counters: Counter[str],
+        calls: BoundedCalls,
+        *,
+        channel_address: tuple[str, int] | None = None,
+    ) -> None:
         self._rules = rules
         self._counters = counters
         self._calls = calls
-        self._seats = Seats(rules.over, facts={name: str(value) for name, value in asdict(rules).items()})
+        facts = {name: str(value) for name, value in asdict(rules).items()}
+        self._seats = Seats(rules.over, facts=facts, channel_address=channel_address)
+
+    def begin_rounds(self, layout: ReceiveLayout, request: OpenRequest, receive: Callable[[], bool]) -> None:
+        """Nothing; where the ranks vote in rounds, the request waits for the first only, and may call `receive` again.
+
+        In the published dialect, and where nobody votes, it waits until its deadline.
+        """
+        if self._votes(layout, request.request_id) and self._rules.compares_contents(layout.tp_group):
+            request.receive_again = receive
+            request.begin_round(0, self._rules.slice_s)
 
     def settle(self, case: Case) -> bool:
         """Whether this rank still holds the request's KV, after its tensor-parallel group compared what its ranks hold.
@@ -123,15 +147,11 @@ class Lockstep:
             RemoteProtocolError: a peer votes in another way; the same holds.
             ConfigError: the votes were to go over a channel, and the group is no process group.
         """
-        if not self._votes(case):
+        if not self._votes(case.layout, case.request_id):
             return self._kept_alone(case)
         if self._rules.compares_contents(case.layout.tp_group):
-            kept, causes = self._vote_on_contents(case)
-        else:
-            kept, causes = self._vote_as_published(case)
-        if causes is not None:
-            return self._dropped(case, causes)
-        return self._warned(case) if kept else self._cleared_of_parts(case)
+            return self._vote_on_contents(case)
+        return self._vote_as_published(case)
 
     def settle_handing_on(self, case: Case, causes: Causes) -> bool:
         """Whether every leader of the group served all its followers; `causes` says whom this one could not.
@@ -140,7 +160,7 @@ class Lockstep:
             VerdictInDoubt: this rank voted and cannot learn the verdict; tear the group down.
             RemoteProtocolError: a peer votes in another way; the same holds.
         """
-        if not self._votes(case):
+        if not self._votes(case.layout, case.request_id):
             return not causes
         words = spell_causes(causes)
         if self._rules.compares_contents(case.layout.tp_group):
@@ -155,21 +175,22 @@ class Lockstep:
         """Give up this rank's seats; a vote afterwards fails. Idempotent."""
         self._seats.close()
 
-    def _votes(self, case: Case) -> bool:
-        layout = case.layout
+    def _votes(self, layout: ReceiveLayout, request_id: str | None) -> bool:
         return should_exchange(
             fetches=not layout.is_follower,
             tp_active=layout.tp_active,
             has_group=layout.tp_group is not None,
             tp_size=layout.tp_size,
             need_recv_cache=self._rules.need_recv_cache,
-            request_id=case.request_id,
+            request_id=request_id,
         )
 
-    def _vote_as_published(self, case: Case) -> tuple[bool, Causes | None]:
+    def _vote_as_published(self, case: Case) -> bool:
         received, fields = self._published_state(case)
         verdict = self._exchange(case, published_signature(received, fields))
-        return (received, None) if verdict.kept else (False, verdict.causes)
+        if not verdict.kept:
+            return self._dropped(case, verdict.causes)
+        return self._warned(case) if received else self._cleared_of_parts(case)
 
     def _published_state(self, case: Case) -> tuple[bool, list[str]]:
         try:
@@ -190,29 +211,45 @@ class Lockstep:
             deadline=case.deadline,
         )
 
-    def _vote_on_contents(self, case: Case) -> tuple[bool, Causes | None]:
-        ballot = self._ballot(case)
+    def _vote_on_contents(self, case: Case) -> bool:
         seat = self._seats.of(case.layout.tp_group, deadline=case.deadline)
-        ruling = seat.agree(str(case.request_id), ballot, deadline=case.deadline)
-        lacking = Counter(role for _, role, _ in ruling.causes)
-        # An optional role that no rank has is the same state everywhere; one that only some have is not.
-        if ruling.kind != "keep" or any(number < seat.size for number in lacking.values()):
-            return False, ruling.causes
-        return True, None
+        for number in range(MAX_ROUNDS):
+            if number:
+                case = self._fetched_again(case, number)
+            ruling = seat.agree(str(case.request_id), self._ballot(case, number), deadline=case.deadline)
+            if ruling.kind != "refetch":
+                return self._warned(case) if _keeps(ruling, seat.size) else self._dropped(case, ruling.causes)
+            logger.debug("request %s, round %d: %s", case.request_id, number, spell_causes(ruling.causes))
+        raise LocalProtocolError(f"request {case.request_id!r} was to be fetched again after {MAX_ROUNDS} rounds")
 
-    def _ballot(self, case: Case) -> Ballot:
+    def _fetched_again(self, case: Case, number: int) -> Case:
+        request = case.request
+        request.begin_round(number, self._rules.slice_s)
+        if not request.waiting or request.receive_again is None:
+            return case
+        self._counters["refetched"] += 1
+        return replace(case, received=request.receive_again())
+
+    def _ballot(self, case: Case, number: int) -> Ballot:
+        request, waiting = case.request, case.request.waiting
+        if waiting and request.is_broken:
+            # What broke it may have been that something was not here yet.
+            waiting = waiting | {str(case.request_id)}
         try:
             return ballot_of(
                 case.req,
                 received=case.received,
                 request_id=str(case.request_id),
                 required=self._rules.required_roles,
-                failures=case.failures,
+                failures=request.failures,
+                waiting=waiting,
+                round_number=number,
+                can_refetch=request.can_refetch,
             )
         # edge: just before the vote; a request that cannot be read must not keep this rank from voting.
         except Exception as error:
             logger.exception("request %s could not be read for the vote", case.request_id)
-            return failed_ballot(PRIMARY_ROLE, f"{type(error).__name__}: {error}")
+            return failed_ballot(PRIMARY_ROLE, f"{type(error).__name__}: {error}", round_number=number)
 
     def _kept_alone(self, case: Case) -> bool:
         # Nothing is asked of a request that no stage sends KV for.
@@ -250,16 +287,22 @@ class Lockstep:
         rank, own = _rank(case.layout), []
         try:
             ids, lacking = companion_ids(case.req), missing_roles(case.req, self._rules.required_roles)
-            own = [(role, case.failures.get(ids.get(role, ""), "not received")) for role in lacking]
+            own = [(role, case.request.failures.get(ids.get(role, ""), "not received")) for role in lacking]
         # edge: the request is an engine's object, and these are only words.
         except Exception as error:  # noqa: BLE001
             logger.debug("the companions of request %s could not be read: %s", case.request_id, error)
         if not case.received:
-            own.append((PRIMARY_ROLE, case.failures.get(str(case.request_id), "not received")))
+            own.append((PRIMARY_ROLE, case.request.failures.get(str(case.request_id), "not received")))
         return tuple((rank, role, words) for role, words in sorted(own))
 
     def _lacks_required(self, req: Any) -> bool:
         return not set(self._rules.required_roles) <= set(branch_roles(req))
+
+
+def _keeps(ruling: Ruling, size: int) -> bool:
+    # An optional role that no rank has is the same state everywhere; one that only some have is not.
+    lacking = Counter(role for _, role, _ in ruling.causes)
+    return ruling.kind == "keep" and all(number == size for number in lacking.values())
 
 
 def _rank(layout: ReceiveLayout) -> int:

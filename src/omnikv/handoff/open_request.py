@@ -1,29 +1,37 @@
-"""What a rank knows of a request between its beginning and the verdict: one deadline, causes, and payloads held.
+"""What a rank knows of a request between its beginning and the verdict: deadlines, causes, and its fetches.
 
-A request's companions travel under ids of their own and are fetched by a function of the model's. All of them belong to
-one request here: they share its deadline, so their waits overlap instead of adding up; why one did not come is kept for
-the vote's words; and what came is held unacknowledged until the verdict where the connector takes payloads back.
+A request's companions travel under ids of their own and are asked for by a function of the model's. All of them belong
+to one request here: they share its deadline and are fetched side by side, so their waits overlap; why one did not come
+is kept for the vote's words; and nothing that came is acknowledged before the verdict.
+
+What a request leaves that was not used and that no connector takes back is kept until the request is received again, or
+another one is: an engine that moves on has no more use for it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from omnikv.core.roles import companion_ids
-from omnikv.handoff.keyed_receive import ReceivedPayload
+from omnikv.core.rounds import round_end
+from omnikv.handoff.keyed_assemble import ReceiveRoute, place_payload
+from omnikv.handoff.keyed_receive import KeyedFetch, ReceivedPayload, fetch_until
 
 logger = logging.getLogger("omnikv.receive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """When the phases of a request end, on the monotonic clock, in seconds; every rank counts them alike."""
+    """When a request began and when its phases end, in seconds of the monotonic clock; every rank counts alike."""
 
+    started: float
     fetch: float
     vote: float
     hand_on: float
@@ -32,31 +40,103 @@ class Deadlines:
     def starting(cls, now: float, *, recv_timeout_s: float, vote_timeout_s: float) -> Deadlines:
         """Those of a request that begins `now`: the fetch, then the vote, then handing on, each bounded."""
         fetch = now + recv_timeout_s
-        return cls(fetch=fetch, vote=fetch + vote_timeout_s, hand_on=fetch + 2 * vote_timeout_s)
+        return cls(started=now, fetch=fetch, vote=fetch + vote_timeout_s, hand_on=fetch + 2 * vote_timeout_s)
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request that is being received; `failures` says why something did not come, by the id it travels under.
+    """One request that is being received, under its own id and those of its companions.
 
-    `is_broken` says that something failed which no single id stands for, so that the request cannot count as received.
+    `failures` says why something did not come, by the id it travels under. `waiting` are the ids that another round may
+    bring. `is_broken` says that something failed which no single id stands for, so that the request cannot count as
+    received. `fetches_companions` says that whoever waits for one of the ids waits for all.
     """
 
     deadlines: Deadlines
-    request_id: str | None = None
+    ids: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
-    held: list[ReceivedPayload] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)
     is_broken: bool = False
+    fetches_companions: bool = False
+    fetches: dict[str, KeyedFetch] = field(default_factory=dict)
+    receive_again: Callable[[], bool] | None = None
+    # The wait of this round: until when, and whether the request's time allows another.
+    until: float = field(init=False)
+    can_refetch: bool = field(init=False, default=False)
 
-    def acknowledge(self) -> None:
-        """Nothing; tells the senders that their payloads were used. Idempotent."""
-        while self.held:
-            self.held.pop().settle()
+    def __post_init__(self) -> None:
+        self.until = self.deadlines.fetch
 
-    def give_back(self) -> None:
-        """Nothing; returns unused payloads to connectors that take them back, so that a retry finds them."""
-        while self.held:
-            self.held.pop().put_back()
+    @property
+    def request_id(self) -> str | None:
+        """The id of the request itself."""
+        return self.ids[0] if self.ids else None
+
+    def begin_round(self, number: int, slice_s: float) -> None:
+        """Nothing; waits end after another slice of the request's time from now on."""
+        self.until, self.can_refetch = round_end(self.deadlines.started, self.deadlines.fetch, slice_s, number)
+
+    def begin_attempt(self) -> None:
+        """Nothing; forgets why things did not come: they are asked for again."""
+        self.is_broken = False
+        self.failures.clear()
+        self.waiting.clear()
+
+    def fetch(
+        self,
+        connector: Any,
+        request_id: str,
+        route: ReceiveRoute,
+        *,
+        device: torch.device | None,
+        closing: threading.Event,
+    ) -> ReceivedPayload:
+        """The KV that travels under this id; waits until the round's end at most, and fetches the others meanwhile.
+
+        Raises:
+            OmniKVError: as `KeyedFetch.require`; a fetch that `waiting` names afterwards goes on in the next round.
+        """
+        for wanted in self.ids if self.fetches_companions and request_id == self.request_id else (request_id,):
+            if wanted not in self.fetches:
+                self.fetches[wanted] = KeyedFetch(connector, wanted, route, device=device, closing=closing)
+        fetch = self.fetches[request_id]
+        fetch.redirect(route)
+        beside = [other for other in self.fetches.values() if other is not fetch]
+        fetch_until(fetch, beside, deadline=self.until)
+        if not (fetch.is_over or closing.is_set()):
+            self.wait_for(request_id)
+        received = fetch.require()
+        # What an earlier receive or a prefetch brought may lie on another device.
+        return replace(received, data=place_payload(request_id, received.data, (), device))
+
+    def wait_for(self, request_id: str) -> None:
+        """Nothing; notes that another round may bring what travels under this id, if there is one."""
+        if self.can_refetch:
+            self.waiting.add(request_id)
+
+    def adopt(self, fetch: KeyedFetch) -> None:
+        """Nothing; a fetch that began elsewhere goes on here, and is asked again for what it could not get."""
+        self.give_up(fetch.request_id)
+        fetch.retry()
+        self.fetches[fetch.request_id] = fetch
+
+    def give_up(self, request_id: str) -> None:
+        """Nothing; a fetch under this id, if there is one, ends unused."""
+        known = self.fetches.pop(request_id, None)
+        if known is not None:
+            known.give_back()
+
+    def acknowledge(self) -> int:
+        """How many payloads came whole, now that their senders are told that they were used. Idempotent."""
+        used = [request_id for request_id, fetch in self.fetches.items() if fetch.payload is not None]
+        for request_id in used:
+            self.fetches.pop(request_id).acknowledge()
+        return len(used)
+
+    def give_back(self) -> dict[str, KeyedFetch]:
+        """What came unused and no connector takes back, by id; all else is with its senders again."""
+        fetches, self.fetches = self.fetches, {}
+        return {request_id: fetch for request_id, fetch in fetches.items() if not fetch.give_back()}
 
 
 class OpenRequests:
@@ -65,32 +145,54 @@ class OpenRequests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_id: dict[str, OpenRequest] = {}
+        self._left_over: dict[str, KeyedFetch] = {}
 
     def find(self, request_id: str) -> OpenRequest | None:
         """The open request that this id belongs to, as its own or as a companion's."""
         with self._lock:
             return self._by_id.get(request_id)
 
-    @contextmanager
-    def opened(self, request_ids: Sequence[str], request: OpenRequest) -> Iterator[OpenRequest]:
-        """`request`, open under these ids, its own first, while the block runs; what it still holds then is given back.
-
-        One that is open already under the first id is entered instead, and stays open.
-        """
-        known = self.find(request_ids[0]) if request_ids else None
-        if known is not None:
-            yield known
-            return
+    def begin(self, ids: Sequence[str], deadlines: Deadlines) -> OpenRequest:
+        """A request with what an earlier receive of these ids left over; what others left is dropped."""
+        request = OpenRequest(deadlines, tuple(ids))
+        if not ids:
+            return request
         with self._lock:
-            added = [request_id for request_id in dict.fromkeys(request_ids) if request_id not in self._by_id]
+            left_over, self._left_over = self._left_over, {}
+        for request_id in ids:
+            if request_id in left_over:
+                request.adopt(left_over[request_id])
+        return request
+
+    @contextmanager
+    def opened(self, ids: Sequence[str], deadlines: Deadlines) -> Iterator[tuple[OpenRequest, bool]]:
+        """The request open under these ids, its own first, while the block runs, and whether it was opened here.
+
+        One that is open already under the first id is entered, and stays open. What is not acknowledged at the end is
+        given back, or left for a retry.
+        """
+        known = self.find(ids[0]) if ids else None
+        if known is not None:
+            yield known, False
+            return
+        request = self.begin(ids, deadlines)
+        with self._lock:
+            added = [request_id for request_id in dict.fromkeys(ids) if request_id not in self._by_id]
             self._by_id.update(dict.fromkeys(added, request))
         try:
-            yield request
+            yield request, True
         finally:
             with self._lock:
                 for request_id in added:
                     del self._by_id[request_id]
-            request.give_back()
+            self.leave(request)
+
+    def leave(self, request: OpenRequest) -> None:
+        """Nothing; gives back what the request holds, and keeps what cannot go back for its retry."""
+        left_over = request.give_back()
+        if left_over:
+            with self._lock:
+                self._left_over = left_over
 
 
 def ids_of(req: Any, request_id: str | None) -> tuple[str, ...]:

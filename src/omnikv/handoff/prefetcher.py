@@ -2,59 +2,64 @@
 
 `omnikv.core.prefetch` says what each event leads to; this shell holds the lock, the queue, the outcomes and the thread.
 Only one request is kept in flight: submitting or taking one discards the others, because an engine that moves on to
-another request has no more use for them.
+another request has no more use for them. What is discarded goes back to its sender where the connector takes it back.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from omnikv.core.prefetch import Effect, Event, Kind, Phase, Table, step
-from omnikv.errors import PayloadLost
+from omnikv.errors import PayloadLost, ReceiveTimeout
 
 logger = logging.getLogger("omnikv.prefetch")
 
-Fetched = tuple[dict[str, Any] | None, int]
+
+class Prefetched(Protocol):
+    """What a fetch came to, whole or not, with whatever it took from the connector."""
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether something was taken that the connector does not take back."""
+
+    def give_back(self) -> bool:
+        """Whether nothing stays here; returns what came to its senders."""
+
+
+_Outcome = TypeVar("_Outcome", bound=Prefetched)
 _CAPACITY = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(Generic[_Outcome]):
     request_id: str
-    fetch: Callable[[], Fetched]
+    fetch: Callable[[], _Outcome | None]
     device: torch.device | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    fetched: Fetched = (None, 0)
-    error: Exception | None = None
-
-    @property
-    def consumed(self) -> bool:
-        return self.fetched[0] is not None or isinstance(self.error, PayloadLost)
-
-
-class Prefetcher:
+class Prefetcher(Generic[_Outcome]):
     """Fetches one request at a time; close it to join its thread, which starts with the first request.
 
-    A `fetch` gives `(payload, nbytes)`, or `(None, 0)` when there was nothing. A `PayloadLost` that it raises reaches
-    whoever takes the request; any other error is logged and counts as nothing, so that the taker fetches for itself.
+    A `fetch` gives what it came to, or None when there is nothing to go on with. An error that it raises is logged and
+    counts as nothing, so that the taker fetches for itself.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._table = Table()
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[_Job[_Outcome]] = deque()
         self._outcomes: dict[str, _Outcome] = {}
+        # Discarded, and to be given back once the lock is free: a connector takes its time.
+        self._unused: list[_Outcome] = []
         self._thread: threading.Thread | None = None
         self._closed = False
         self._stream: Any = None
@@ -63,12 +68,12 @@ class Prefetcher:
         """Whether a fetch of this request is queued, runs, or has an outcome to take."""
         return self._table.phase(request_id) in (Phase.QUEUED, Phase.RUNNING, Phase.READY)
 
-    def submit(self, request_id: str, fetch: Callable[[], Fetched], device: torch.device | None = None) -> bool:
-        """Whether a fetch of this request is under way afterwards; other requests are discarded. Never blocks.
+    def submit(self, request_id: str, fetch: Callable[[], _Outcome | None], device: torch.device | None = None) -> bool:
+        """Whether a fetch of this request is under way afterwards; other requests are discarded.
 
         `fetch` runs on the background thread, its copies to a CUDA `device` on a stream of their own.
         """
-        with self._changed:
+        with self._giving_back(), self._changed:
             self._discard_all(keep=request_id)
             if self._closed or len(self._queue) >= _CAPACITY:
                 return False
@@ -78,30 +83,26 @@ class Prefetcher:
                 self._changed.notify_all()
             return True
 
-    def take(self, request_id: str) -> Fetched:
-        """The request's payload and size, once its fetch has ended; `(None, 0)` when there is none to be had.
+    def take(self, request_id: str, *, deadline: float) -> _Outcome | None:
+        """What the request's fetch came to, once it has ended, and the caller's from now on; None when there is none.
 
         Other requests are discarded.
 
         Raises:
+            ReceiveTimeout: the fetch still runs at `deadline` (monotonic seconds); it may be taken later.
             PayloadLost: the payload was taken from the connector and is gone.
         """
-        with self._changed:
+        with self._giving_back(), self._changed:
             self._discard_all(keep=request_id)
-            while True:
-                effects = self._step(Kind.TAKE, request_id)
-                if Effect.AWAIT not in effects:
-                    break
-                self._changed.wait_for(lambda: self._table.phase(request_id) is not Phase.RUNNING)
-            outcome = self._outcomes.pop(request_id, _Outcome()) if Effect.DELIVER in effects else _Outcome()
+            while Effect.AWAIT in (effects := self._step(Kind.TAKE, request_id)):
+                self._await(request_id, deadline)
+            outcome = self._outcomes.pop(request_id, None) if Effect.DELIVER in effects else None
         if Effect.REPORT_LOSS in effects:
             raise PayloadLost(
                 f"the prefetched KV of request {request_id!r} was discarded before it was asked for again",
                 request_id=request_id,
             )
-        if isinstance(outcome.error, PayloadLost):
-            raise outcome.error
-        return outcome.fetched
+        return outcome
 
     def wait_idle(self, timeout_s: float | None) -> bool:
         """Whether no fetch is queued or runs any more, at the latest after `timeout_s`; outcomes stay to be taken."""
@@ -112,7 +113,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Discard everything and join the thread; a fetch that runs is waited for. Idempotent."""
-        with self._changed:
+        with self._giving_back(), self._changed:
             self._closed = True
             self._discard_all(keep=None)
             self._changed.notify_all()
@@ -125,8 +126,30 @@ class Prefetcher:
         if Effect.UNQUEUE in effects:
             self._queue = deque(job for job in self._queue if job.request_id != request_id)
         if Effect.DROP in effects:
-            self._outcomes.pop(request_id, None)
+            dropped = self._outcomes.pop(request_id, None)
+            if dropped is not None:
+                self._unused.append(dropped)
         return effects
+
+    def _await(self, request_id: str, deadline: float) -> None:
+        has_ended = self._changed.wait_for(
+            lambda: self._table.phase(request_id) is not Phase.RUNNING, max(deadline - time.monotonic(), 0.0)
+        )
+        if not has_ended:
+            raise ReceiveTimeout(
+                f"KV of request {request_id!r} is still being prefetched: the deadline passed", request_id=request_id
+            )
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """Gives back, after the block, what was discarded in it; to be entered without the lock."""
+        try:
+            yield
+        finally:
+            with self._changed:
+                unused, self._unused = self._unused, []
+            for outcome in unused:
+                outcome.give_back()
 
     def _discard_all(self, *, keep: str | None) -> None:
         for request_id in self._table.having(Phase.QUEUED, Phase.RUNNING, Phase.READY):
@@ -149,19 +172,21 @@ class Prefetcher:
                 job = self._queue.popleft()
                 self._step(Kind.START, job.request_id)
             outcome = self._run(job)
-            with self._changed:
-                self._outcomes[job.request_id] = outcome
-                self._step(Kind.FINISH, job.request_id, consumed=outcome.consumed)
+            with self._giving_back(), self._changed:
+                if outcome is not None:
+                    self._outcomes[job.request_id] = outcome
+                consumed = outcome is not None and outcome.is_consumed
+                self._step(Kind.FINISH, job.request_id, consumed=consumed)
                 self._changed.notify_all()
 
-    def _run(self, job: _Job) -> _Outcome:
+    def _run(self, job: _Job[_Outcome]) -> _Outcome | None:
         try:
             with self._copy_stream(job.device):
-                return _Outcome(fetched=job.fetch())
-        # edge: the top of a background thread; what is raised here reaches nobody unless it becomes an outcome.
-        except Exception as error:
+                return job.fetch()
+        # edge: the top of a background thread; what is raised here reaches nobody.
+        except Exception:
             logger.exception("the prefetch of request %s failed", job.request_id)
-            return _Outcome(error=error)
+            return None
 
     @contextmanager
     def _copy_stream(self, device: torch.device | None) -> Iterator[None]:

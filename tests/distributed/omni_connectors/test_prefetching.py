@@ -136,7 +136,7 @@ def test_a_payload_that_was_consumed_and_lost_is_not_waited_for_again(
     if damage == "on the way":
         connector.kept["0", "1", "omni_0_to_1_kv_cache_r1"] = packed()[:-1]
     else:
-        monkeypatch.setattr("omnikv.handoff.keyed_receive.move_tensors", full)
+        monkeypatch.setattr("omnikv.handoff.keyed_assemble.move_tensors", full)
     receiver.start_prefetch(job())
     assert receiver.wait_prefetch(SOON_S)
     with pytest.raises(KVPrefetchConsumeError):

@@ -70,7 +70,9 @@ def test_the_settings_have_the_published_fields_and_then_our_own(module):
         "kv_agreement",
         "kv_agreement_over",
         "kv_vote_timeout",
+        "kv_round_timeout",
         "kv_required_roles",
+        "kv_channel_address",
     ]
 
 

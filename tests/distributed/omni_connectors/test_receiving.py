@@ -234,7 +234,7 @@ def test_a_payload_that_came_and_was_lost_afterwards_is_told_apart(make_receiver
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("omnikv.handoff.keyed_receive.move_tensors", full)
+    monkeypatch.setattr("omnikv.handoff.keyed_assemble.move_tensors", full)
     connector.kept[PLAIN] = packed()
     with pytest.raises(KVPrefetchConsumeError, match="no room"):
         make_receiver(connector=connector).receive_kv_cache_for_request("r1")

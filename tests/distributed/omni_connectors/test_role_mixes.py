@@ -243,16 +243,12 @@ def test_d06_a_companion_that_came_nowhere_is_said_aloud_where_it_is_not_require
 
 
 def test_one_deadline_a_request_for_the_primary_and_its_companions(make_receiver, connector, request_of, monkeypatch):
-    import omnikv.integrations.vllm_omni.manager as module
-    from omnikv.errors import ReceiveTimeout
+    import omnikv.handoff.open_request as module
 
     deadlines = {}
-
-    def late(connector, request_id, route, *, deadline, **_):
-        deadlines[request_id] = deadline
-        raise ReceiveTimeout("late")
-
-    monkeypatch.setattr(module, "receive_kv", late)
+    monkeypatch.setattr(
+        module, "fetch_until", lambda fetch, beside, *, deadline: deadlines.update({fetch.request_id: deadline})
+    )
     receiver = make_receiver(connector=connector, recv_timeout=30.0)
     req = request_of(cfg_kv_request_ids={"cfg_text": "c1", "cfg_img": "c2"})
     assert not receiver.receive_multi_kv_cache_distributed(req, collect)

@@ -218,6 +218,7 @@ def test_a_prefetched_request_is_voted_on_as_well(stage, connector, packed, requ
     shelve(connector, packed, [0])
     receivers, requests, outcomes = stage(2, async_prefetch=True), [request_of(), request_of()], {}
     receivers[0].start_prefetch({"request_id": "r1", "kv_sender_info": {"host": "h", "zmq_port": 1000}})
+    assert receivers[0].wait_prefetch(20.0)
 
     def run(rank):
         outcomes[rank] = receivers[rank].consume_and_distribute_kv_cache(requests[rank])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -11,14 +13,19 @@ from omnikv.errors import ConfigError
 from omnikv.handoff.engine_seat import VotesOver
 from omnikv.handoff.lockstep import Dialect, VoteRules
 
+CHANNEL_ADDRESS_VARIABLE = "OMNIKV_KV_CHANNEL_ADDRESS"
+_ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
+
 
 @dataclass
 class OmniKVCacheConfig:
     """The published settings of one rank's KV transfer. `recv_timeout` is in seconds, for one request.
 
-    The last four are omnikv's own, and equal on every rank of a stage: how its ranks agree on a request
-    (`kv_agreement`: "auto", "published" or "contents"), what carries that (`kv_agreement_over`: "auto", "objects" or
-    "channel"), how long a vote may take after the receive, in seconds, and which companions no request may lack.
+    Those that begin with `kv_` after the prefetch's are omnikv's own, and all but the address equal on every rank of a
+    stage: how its ranks agree on a request (`kv_agreement`: "auto", "published" or "contents"), what carries that
+    (`kv_agreement_over`: "auto", "objects" or "channel"), how long a vote may take after the receive and how long a
+    round of it waits, in seconds, and which companions no request may lack. `kv_channel_address` is this host's own,
+    "host" or "host:port", where the other hosts of a stage reach the rank that leads the vote.
     """
 
     connector_config: dict[str, Any] | None = None
@@ -36,7 +43,9 @@ class OmniKVCacheConfig:
     kv_agreement: str = "auto"
     kv_agreement_over: str = "auto"
     kv_vote_timeout: float = 30.0
+    kv_round_timeout: float = 0.5
     kv_required_roles: list[str] | tuple[str, ...] = ()
+    kv_channel_address: str | None = None
 
 
 def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfig:
@@ -66,7 +75,9 @@ def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfi
             kv_agreement=raw.get("kv_agreement", "auto"),
             kv_agreement_over=raw.get("kv_agreement_over", "auto"),
             kv_vote_timeout=float(raw.get("kv_vote_timeout", 30.0)),
+            kv_round_timeout=float(raw.get("kv_round_timeout", 0.5)),
             kv_required_roles=raw.get("kv_required_roles") or (),
+            kv_channel_address=raw.get("kv_channel_address"),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
@@ -87,12 +98,37 @@ def vote_rules(config: OmniKVCacheConfig) -> VoteRules:
     required: Any = config.kv_required_roles
     if isinstance(required, str) or not all(isinstance(role, str) and role for role in required):
         raise ConfigError(f"kv_required_roles must be a list of role names, got {required!r}")
+    if not 0 < config.kv_round_timeout < math.inf:
+        raise ConfigError(f"kv_round_timeout must be a finite number of seconds above 0, got {config.kv_round_timeout}")
     return VoteRules(
         need_recv_cache=bool(config.need_recv_cache),
         dialect=cast(Dialect, config.kv_agreement),
         over=cast(VotesOver, config.kv_agreement_over),
         required_roles=tuple(sorted(set(required))),
+        slice_s=float(config.kv_round_timeout),
     )
+
+
+def channel_address(config: OmniKVCacheConfig, environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where this rank listens for the votes of other hosts, from the settings or the environment; None without either.
+
+    Port 0 stands for any free one.
+
+    Raises:
+        ConfigError: it is no "host", "host:port" or "[host]:port" of one interface.
+    """
+    given: object = config.kv_channel_address or environ.get(CHANNEL_ADDRESS_VARIABLE)
+    if not given:
+        return None
+    match = _ADDRESS.fullmatch(given) if isinstance(given, str) else None
+    host = (match["bracketed"] or match["host"]) if match else ""
+    port = int(match["port"] or 0) if match else 0
+    if host in ("", "0.0.0.0", "::") or port > 65535:
+        raise ConfigError(
+            f"kv_channel_address (or {CHANNEL_ADDRESS_VARIABLE}) must be 'host' or 'host:port' of the interface that "
+            f"the other hosts of this stage reach, IPv6 as '[host]:port', got {given!r}"
+        )
+    return host, port
 
 
 def wants_async_prefetch(raw: Any, *, has_companion: bool) -> bool:

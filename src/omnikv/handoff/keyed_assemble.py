@@ -1,0 +1,106 @@
+"""Puts the shards that came by key together into this rank's payload, in memory that is ours.
+
+An engine may join and cut payloads in its own way; what its functions raise becomes one of our errors here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from omnikv.core.keys import RecvKeyHook
+from omnikv.core.senders import SenderAddress
+from omnikv.core.topology import KVTPTopology
+from omnikv.errors import HandoffError, OmniKVError, PayloadLost
+from omnikv.handoff.engine_connector import Delivery, Stages
+from omnikv.tensors.place import borrows_from, map_tensors, move_tensors
+from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, slice_received_rank_shard
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveRoute:
+    """Where a receiver rank's payloads come from, and an engine's own key builder, merger and slicer if it has them.
+
+    `address` is where rank 0 of the sender listens. It is named to the connector for shards of a certain rank, and for
+    all shards when it belongs to this one receive (`address_every_shard`).
+    """
+
+    stages: Stages
+    topo: KVTPTopology
+    address: SenderAddress | None = None
+    address_every_shard: bool = False
+    key_hook: RecvKeyHook | None = None
+    merger: Merger | None = None
+    slicer: Slicer | None = None
+
+
+def assemble_shards(
+    request_id: str, route: ReceiveRoute, shards: Sequence[Delivery], sources: Sequence[int | None]
+) -> dict[str, Any]:
+    """This rank's payload, made of its shards, which come from the ranks `sources`; it may borrow their memory.
+
+    Raises:
+        WireError: the shards do not fit together.
+        HandoffError: an engine's merger or slicer failed.
+    """
+    payloads = [shard.data for shard in shards]
+    merged: Any = payloads[0]
+    if len(payloads) > 1:
+        merged = by_hook(
+            "payload merger",
+            request_id,
+            lambda: merge_received_rank_shards(payloads, route.merger, source_ranks=list(sources)),
+        )
+    data = by_hook(
+        "payload slicer", request_id, lambda: slice_received_rank_shard(merged, route.topo, slicer=route.slicer)
+    )
+    if not isinstance(data, dict):
+        raise HandoffError(
+            f"the payload merger or slicer made {type(data).__name__} of request {request_id!r}, not a payload",
+            request_id=request_id,
+        )
+    return data
+
+
+def place_payload(
+    request_id: str, data: dict[str, Any], shards: Sequence[Delivery], device: torch.device | None
+) -> dict[str, Any]:
+    """The payload on `device`, or in memory of its own where that still belongs to the connector.
+
+    Raises:
+        PayloadLost: there was no room for it.
+    """
+    buffers = [buffer for shard in shards for buffer in shard.borrowed]
+    try:
+        if "layer_blocks" in data:
+            data = data | {"layer_blocks": move_tensors(data["layer_blocks"], device)}
+        if not buffers:
+            return data
+        owned: dict[str, Any] = map_tensors(data, lambda part: part.clone() if borrows_from(part, buffers) else part)
+    # What torch raises when memory or a device gives out.
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        raise PayloadLost(
+            f"KV of request {request_id!r} came and could not be brought to {device or 'memory of its own'}: {error}",
+            request_id=request_id,
+        ) from error
+    return owned
+
+
+def by_hook(what: str, request_id: str, run: Callable[[], _Made]) -> _Made:
+    """What `run` makes; `what` names in errors the function that it stands for.
+
+    Raises:
+        HandoffError: it failed otherwise than by an error of ours.
+    """
+    try:
+        return run()
+    except OmniKVError:
+        raise
+    # edge: key builders, mergers and slicers may be an engine's own, and it may raise anything.
+    except Exception as error:
+        raise HandoffError(f"the {what} failed for request {request_id!r}: {error}", request_id=request_id) from error
