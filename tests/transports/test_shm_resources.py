@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from omnikv.errors import ConfigError, LocalProtocolError, ProducerFailed, PutRejected, TransportError
-from omnikv.transports.shm_pool import MAX_SEGMENTS, PAGE_NBYTES, Pool, memory_limit_nbytes
+from omnikv.tensors.borrow import borrowed
+from omnikv.transports import shm_pool
+from omnikv.transports.memory_left import MemoryBound, memory_bounds
+from omnikv.transports.shm_pool import MAX_SEGMENTS, PAGE_NBYTES, POISON, Pool
 
 SOON_S = 60.0
 MIB = 1 << 20
@@ -75,7 +78,7 @@ def test_the_receiver_reads_in_place_and_a_tensor_keeps_the_memory(world):
     source, target = world.open("source"), world.open("target")
     put(source, world.payload("r1"), torch.arange(1000, dtype=torch.int64).numpy().tobytes())
     lease = lease_from(target, world.payload("r1"))
-    tensor = torch.frombuffer(lease.buffer, dtype=torch.int64)
+    tensor = borrowed(lease.buffer).view(torch.int64)
     assert tensor.data_ptr() % PAGE_NBYTES == 0
     lease.acknowledge()
     source.close()
@@ -146,9 +149,14 @@ def test_idle_segments_make_way_for_a_large_request_and_busy_ones_do_not():
 
 
 def test_a_pool_larger_than_memory_is_an_error_at_start(world):
-    limit = memory_limit_nbytes()
-    with pytest.raises(ConfigError, match=f"pool_nbytes={limit + 1} is more than the {limit} bytes of memory"):
-        world.open("source", pool_nbytes=limit + 1)
+    too_much = max(bound.limit_nbytes for bound in memory_bounds()) + 1
+    with pytest.raises(ConfigError, match=f"pool_nbytes={too_much} is more than this process may take: .* left of"):
+        world.open("source", pool_nbytes=too_much)
+
+
+def test_a_target_takes_no_memory_and_asks_for_none(world):
+    target = world.open("target", pool_nbytes=1 << 60, prefault_nbytes=1 << 60)
+    assert target.pool.mapped_nbytes == 0
 
 
 @pytest.mark.parametrize(
@@ -187,9 +195,64 @@ def test_a_system_without_descriptors_is_an_error_that_names_it(world, monkeypat
 
 def test_a_system_without_memory_is_an_error_and_not_a_fault(monkeypatch):
     pool = Pool(MIB, MIB)
-    monkeypatch.setattr("omnikv.transports.shm_pool._available_nbytes", lambda: 1000)
-    with pytest.raises(PutRejected, match="the system has 1000 bytes left"):
+    monkeypatch.setattr(shm_pool, "tightest_bound", lambda: MemoryBound("the group of this test", 2000, 1000))
+    with pytest.raises(PutRejected, match="1000 of 2000 bytes are left of the group of this test") as caught:
         pool.take(1)
+    assert caught.value.retryable
+    pool.close()
+
+
+def test_a_segment_is_no_larger_than_what_is_left(monkeypatch):
+    left = MemoryBound("the group of this test", 8 * MIB, 2 * MIB + 1)
+    monkeypatch.setattr(shm_pool, "tightest_bound", lambda: left)
+    pool = Pool(None, 64 * MIB)
+    assert pool.take(MIB).segment.nbytes == 2 * MIB
+    pool.close()
+
+
+def test_what_is_prefaulted_is_there_before_the_first_payload(world):
+    source = world.open("source", segment_nbytes=MIB, prefault_nbytes=3 * MIB)
+    assert (source.pool.mapped_nbytes, source.pool.used_nbytes) == (3 * MIB, 0)
+    put(source, world.payload("r1"), bytes(3 * MIB))
+    assert source.pool.mapped_nbytes == 3 * MIB
+
+
+def test_what_cannot_be_prefaulted_is_an_error_at_start(world):
+    with pytest.raises(ConfigError, match=f"prefault_nbytes={2 * MIB} cannot be had: .* raise pool_nbytes"):
+        world.open("source", pool_nbytes=MIB, prefault_nbytes=2 * MIB)
+
+
+def given_back(world, **options):
+    """A tensor that a reader still holds after it acknowledged its payload."""
+    source, target = world.open("source", **options), world.open("target")
+    put(source, world.payload("r1"), bytes(1000))
+    lease = lease_from(target, world.payload("r1"))
+    stale = borrowed(lease.buffer)
+    lease.acknowledge()
+    assert source.drain(deadline=time.monotonic() + SOON_S) == 0
+    return stale
+
+
+def test_a_stale_read_shows_in_debug_mode(world, monkeypatch):
+    monkeypatch.delenv("OMNIKV_DEBUG", raising=False)
+    stale = given_back(world, debug=True)
+    assert bool((stale == POISON).all())
+    assert bool(stale.view(torch.float32).isnan().all())
+    assert bool(stale.view(torch.bfloat16).isnan().all())
+
+
+@pytest.mark.parametrize(("value", "shows"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_environment_turns_debug_mode_on(world, monkeypatch, value, shows):
+    monkeypatch.setenv("OMNIKV_DEBUG", value)
+    assert bool((given_back(world) == POISON).all()) is shows
+
+
+def test_a_large_payload_is_poisoned_whole():
+    pool = Pool(4 * MIB, MIB, poison=True)
+    room = pool.take(2 * MIB + 5)
+    view = room.view
+    pool.give(room)
+    assert bytes(view) == bytes([POISON]) * (2 * MIB + 5)
     pool.close()
 
 

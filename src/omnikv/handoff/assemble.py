@@ -54,6 +54,8 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
         target_rank=identity.target_rank,
         # Both ends are ours, so a payload without a sealed head is a damaged one.
         require_checksum=True,
+        # Lent for as long as the lease is held, like the tensors.
+        in_place=True,
     )
     _check_origin(payload, identity)
     pairs, num_tokens = _checked_pairs(payload, piece)

@@ -21,17 +21,18 @@ import torch
 from omnikv.core.keys import Edge, PayloadId
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError, TransportError
+from omnikv.tensors.borrow import borrowed
 from omnikv.tensors.pack import PayloadPlan
 from omnikv.transports.base import Endpoint, Lease, Side, Transport
 from omnikv.transports.registry import open_transport
 
 
 class LeasedPayload:
-    """A payload in a transport's memory: `tensor` is a 1-D uint8 view of it, valid until released or put back."""
+    """A payload in a transport's memory: `tensor` is a 1-D uint8 view, to be read until released or put back."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self.tensor = torch.frombuffer(lease.buffer, dtype=torch.uint8)
+        self.tensor = borrowed(lease.buffer)
 
     def release(self) -> None:
         """Consume the payload: it was read, the sender may reuse its room. Idempotent."""

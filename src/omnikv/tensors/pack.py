@@ -10,15 +10,17 @@ reuse it while decoded views live, nor call `release()` on the memoryview that w
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
-from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, encode_head, lay_out, seal, show
+from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
 from omnikv.errors import ConfigError, LocalProtocolError
 from omnikv.tensors.fill import fill
 from omnikv.tensors.kv import DenseSource, LayerSource, TensorSource
@@ -28,7 +30,7 @@ from omnikv.tensors.unpack import (
     contiguous_bytes,
     decode_device_payload,
     decode_payload,
-    span_view,
+    span_views,
 )
 
 __all__ = ["DecodedPayload", "KVCacheTransferData", "PayloadPlan", "decode_payload", "plan_payload"]
@@ -80,12 +82,29 @@ class PayloadPlan:
         return payload
 
     def _write_data(self, data: torch.Tensor) -> None:
-        end = 0
-        for span in self.header.spans:
-            data[end : span.offset].zero_()
-            end = span.offset + span.nbytes
-        outs = [span_view(data, span) for span in self.header.spans]
-        fill(list(zip(self._sources, outs, strict=True)))
+        for start, end in _gaps(self.header.spans):
+            data[start:end].zero_()
+        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)))
+
+
+# What follows from shapes alone is worked out once for each shape of request.
+@functools.lru_cache(maxsize=64)
+def _gaps(spans: tuple[TensorSpan, ...]) -> tuple[tuple[int, int], ...]:
+    """The bytes between spans, `(start, end)` of each stretch."""
+    ends = (0, *(span.offset + span.nbytes for span in spans))
+    return tuple((end, span.offset) for end, span in zip(ends, spans, strict=False) if end < span.offset)
+
+
+@functools.lru_cache(maxsize=64)
+def _laid_out(
+    present: tuple[int, ...], tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+) -> tuple[tuple[TensorSpan, ...], int]:
+    """The spans of all keys, then all values, of the layers `present`, as released engines write them; and the size."""
+    kinds: tuple[Kind, ...] = ("key", "value")
+    named = itertools.product(kinds, present)
+    return lay_out(
+        (kind, layer, _dtype_name(dtype), shape) for (kind, layer), (dtype, shape) in zip(named, tensors, strict=True)
+    )
 
 
 def plan_payload(
@@ -106,10 +125,9 @@ def plan_payload(
         ConfigError: an empty request id, metadata that JSON cannot hold, key and value of different length, or a dtype
             or shape that a payload cannot hold.
     """
-    tensors = list(_in_published_order(layers))
-    spans, data_nbytes = lay_out(
-        (kind, layer, _dtype_name(source.dtype), tuple(source.shape)) for kind, layer, source in tensors
-    )
+    present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
+    sources = _in_published_order(layers)
+    spans, data_nbytes = _laid_out(present, tuple((source.dtype, source.shape) for source in sources))
     header = Header(
         request_id=request_id,
         num_layers=len(layers),
@@ -120,7 +138,7 @@ def plan_payload(
         extension=extension,
         scope="all" if checksum else "header",
     )
-    return PayloadPlan(header, [source for _, _, source in tensors])
+    return PayloadPlan(header, sources)
 
 
 @dataclass
@@ -256,19 +274,16 @@ def _as_sources(layer_blocks: object) -> list[LayerSource | None]:
     return layers
 
 
-def _in_published_order(layers: Sequence[LayerSource | None]) -> Iterator[tuple[Kind, int, TensorSource]]:
+def _in_published_order(layers: Sequence[LayerSource | None]) -> list[TensorSource]:
     """All keys, then all values, as released engines write them."""
-    present = [(layer, pair) for layer, pair in enumerate(layers) if pair is not None]
-    for layer, pair in present:
-        if tuple(pair.key.shape[:1]) != tuple(pair.value.shape[:1]):
+    for layer, pair in enumerate(layers):
+        if pair is not None and pair.key.shape[:1] != pair.value.shape[:1]:
             raise ConfigError(
                 f"layer {layer} has a key of shape {list(pair.key.shape)} and a value of shape "
                 f"{list(pair.value.shape)}: both must hold the same number of tokens"
             )
-    for layer, pair in present:
-        yield "key", layer, pair.key
-    for layer, pair in present:
-        yield "value", layer, pair.value
+    present = [pair for pair in layers if pair is not None]
+    return [pair.key for pair in present] + [pair.value for pair in present]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

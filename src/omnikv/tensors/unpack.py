@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from omnikv.core.wire import (
 )
 from omnikv.core.wire_decode import decode_head, head_nbytes
 from omnikv.errors import ConfigError, WireError, WireReason
+from omnikv.tensors.borrow import borrowed
 from omnikv.tensors.kv import LayerKV
 
 # A released torch may lack the youngest of them.
@@ -38,8 +39,8 @@ _HASH_PIECE_NBYTES = 256 << 10
 class DecodedPayload:
     """A payload's header, and its layers in order: None where the sender had none.
 
-    The tensors are views on the memory that was decoded, unless it was read-only or they lay at addresses that their
-    dtype does not allow.
+    The tensors are views on the memory that was decoded, unless that was read-only and not to be read in place, or they
+    lay at addresses that their dtype does not allow.
     """
 
     header: Header
@@ -53,8 +54,12 @@ def decode_payload(
     target_rank: int | None = None,
     verify: bool = True,
     require_checksum: bool = False,
+    in_place: bool = False,
 ) -> DecodedPayload:
     """The payload in `buffer`, in full; its tensors live as long as the memory behind `buffer` is left in place.
+
+    Read-only memory is copied once, since torch has no read-only tensors; with `in_place` it is viewed like any other,
+    and the tensors are not to be written.
 
     `request_id` and `target_rank`, where given, must be the payload's own. A checksum that is carried is compared
     unless `verify` is off. `require_checksum` refuses payloads without one, as released engines write them.
@@ -75,7 +80,7 @@ def decode_payload(
             hasher.update(view[start:])
         compare_digest(hasher, digest, header)
     require_identity(header, request_id=request_id, target_rank=target_rank)
-    return DecodedPayload(header=header, layers=as_layers(header, _data_tensor(view[start:])))
+    return DecodedPayload(header=header, layers=as_layers(header, _data_tensor(view[start:], in_place)))
 
 
 def decode_device_payload(payload: torch.Tensor, *, verify: bool = True) -> DecodedPayload:
@@ -160,19 +165,41 @@ def contiguous_bytes(buffer: bytes | bytearray | memoryview) -> memoryview:
 
 def as_layers(header: Header, data: torch.Tensor) -> list[LayerKV | None]:
     """The layers of a payload whose data bytes are `data`, a 1-D uint8 tensor."""
-    found = dict(zip(((span.kind, span.layer) for span in header.spans), _tensors(data, header.spans), strict=True))
+    tensors = span_views(data, header.spans)
     return [
-        LayerKV(found["key", layer], found["value", layer]) if ("key", layer) in found else None
-        for layer in range(header.num_layers)
+        None if places is None else LayerKV(tensors[places[0]], tensors[places[1]])
+        for places in _places_of_layers(header.num_layers, header.spans)
     ]
 
 
-def span_view(data: torch.Tensor, span: TensorSpan) -> torch.Tensor:
-    """The tensor of one span: a view on `data`, or a copy where the address does not allow one.
+# What follows from spans alone is worked out once for each shape of request.
+@functools.lru_cache(maxsize=64)
+def _places_of_layers(num_layers: int, spans: tuple[TensorSpan, ...]) -> tuple[tuple[int, int] | None, ...]:
+    """Which of `spans` are the key and the value of each layer."""
+    found = {(span.kind, span.layer): place for place, span in enumerate(spans)}
+    return tuple(
+        (found["key", layer], found["value", layer]) if ("key", layer) in found else None for layer in range(num_layers)
+    )
+
+
+def span_views(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> Sequence[torch.Tensor]:
+    """The tensors of `spans`: views on `data`, or copies where an address does not allow one.
 
     Raises:
         WireError: the installed torch has no such dtype.
     """
+    step = _common_step(spans)
+    if step is None or not _may_view(data, spans[0].offset, ITEM_SIZES[spans[0].dtype]):
+        return [_span_view(data, span) for span in spans]
+    # Alike and equally far apart, as we write them: one strided view costs a third of as many single ones.
+    first, last = spans[0], spans[-1]
+    typed = data[first.offset : last.offset + last.nbytes].view(torch_dtype(first))
+    strides = typed[: math.prod(first.shape)].view(first.shape).stride()
+    stacked = typed.as_strided((len(spans), *first.shape), (step // typed.element_size(), *strides))
+    return stacked.unbind(0)
+
+
+def _span_view(data: torch.Tensor, span: TensorSpan) -> torch.Tensor:
     raw = data[span.offset : span.offset + span.nbytes]
     if not _may_view(data, span.offset, ITEM_SIZES[span.dtype]):
         raw = raw.clone()
@@ -195,25 +222,14 @@ def torch_dtype(span: TensorSpan) -> torch.dtype:
     return dtype
 
 
-def _tensors(data: torch.Tensor, spans: Sequence[TensorSpan]) -> Sequence[torch.Tensor]:
-    step = _common_step(data, spans)
-    if step is None:
-        return [span_view(data, span) for span in spans]
-    # Alike and equally far apart, as we write them: one strided view costs a third of as many single ones.
-    first, last = spans[0], spans[-1]
-    typed = data[first.offset : last.offset + last.nbytes].view(torch_dtype(first))
-    strides = typed[: math.prod(first.shape)].view(first.shape).stride()
-    stacked = typed.as_strided((len(spans), *first.shape), (step // typed.element_size(), *strides))
-    return stacked.unbind(0)
-
-
-def _common_step(data: torch.Tensor, spans: Sequence[TensorSpan]) -> int | None:
+@functools.lru_cache(maxsize=64)
+def _common_step(spans: tuple[TensorSpan, ...]) -> int | None:
     """The distance in bytes between spans that one strided view can hold, or None."""
     if len(spans) < 2 or not spans[0].nbytes:
         return None
-    first, item_size = spans[0], ITEM_SIZES[spans[0].dtype]
+    first = spans[0]
     step = spans[1].offset - first.offset
-    if step <= 0 or step % item_size or not _may_view(data, first.offset, item_size):
+    if step <= 0 or step % ITEM_SIZES[first.dtype]:
         return None
     for index, span in enumerate(spans):
         if span.dtype != first.dtype or span.shape != first.shape or span.offset != first.offset + index * step:
@@ -226,15 +242,9 @@ def _may_view(data: torch.Tensor, offset: int, item_size: int) -> bool:
     return not (data.data_ptr() % item_size or data.storage_offset() % item_size or offset % item_size)
 
 
-def _data_tensor(view: memoryview) -> torch.Tensor:
-    """`view` as a uint8 tensor; read-only memory is copied once, since torch has no read-only tensors."""
-    if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    if not view.readonly:
-        return torch.frombuffer(view, dtype=torch.uint8)
-    data = torch.empty(view.nbytes, dtype=torch.uint8)
-    memoryview((ctypes.c_ubyte * view.nbytes).from_address(data.data_ptr())).cast("B")[:] = view
-    return data
+def _data_tensor(view: memoryview, in_place: bool) -> torch.Tensor:
+    data = borrowed(view)
+    return data.clone() if view.readonly and not in_place else data
 
 
 def _host_bytes(part: torch.Tensor) -> bytearray:

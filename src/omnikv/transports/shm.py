@@ -22,6 +22,7 @@ of its parent's transport: it closes its copies of the descriptors, and every ca
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -37,6 +38,11 @@ from omnikv.transports.shm_link import ShmLink
 from omnikv.transports.shm_pool import DEFAULT_SEGMENT_NBYTES, Pool
 from omnikv.transports.shm_shelf import ShmShelf
 from omnikv.transports.shm_window import ShmWindow
+
+
+def is_debugging() -> bool:
+    """Whether the environment asks for checks that cost time: OMNIKV_DEBUG is set, to anything but 0."""
+    return os.environ.get("OMNIKV_DEBUG", "0") not in ("", "0")
 
 
 class ShmSockets:
@@ -63,11 +69,13 @@ class ShmTransport(PairTransport):
     """Moves payloads between processes of one host and user, through a pool of shared memory.
 
     `pool_nbytes` bounds a source's pool (None: 2 GiB, or half of the memory allowed where that is less), which grows by
-    `segment_nbytes` or by a payload's size where that is more; a target ignores both. `counters` counts what went wrong
-    with peers, by kind.
+    `segment_nbytes` or by a payload's size where that is more; the first `prefault_nbytes` of it are made at the start,
+    which takes about a millisecond a MiB that the first payloads would wait for else. With `debug` (None: where the
+    environment has OMNIKV_DEBUG) what is released is overwritten with ones, so that a stale read shows. A target
+    ignores these. `counters` counts what went wrong with peers, by kind.
 
     Raises:
-        ConfigError: a size is wrong, or the facts are too long for one message.
+        ConfigError: a size is wrong or more than the system allows, or the facts are too long for one message.
         TransportUnavailable: this is not Linux.
         TransportError: another process serves this rank, or the system refuses.
     """
@@ -83,10 +91,18 @@ class ShmTransport(PairTransport):
         *,
         pool_nbytes: int | None = None,
         segment_nbytes: int = DEFAULT_SEGMENT_NBYTES,
+        prefault_nbytes: int = 0,
+        debug: bool | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise TransportUnavailable(f"shm: needs Linux, this is {sys.platform}", transport=self.name)
-        self._pool = Pool(pool_nbytes, segment_nbytes)
+        is_source = endpoint.side == "source"
+        self._pool = Pool(
+            pool_nbytes if is_source else None,
+            segment_nbytes,
+            prefault_nbytes=prefault_nbytes if is_source else 0,
+            poison=is_debugging() if debug is None else debug,
+        )
         super().__init__(endpoint, ShmSockets(endpoint), shelf=partial(ShmShelf, self._pool), window=ShmWindow)
 
     @property

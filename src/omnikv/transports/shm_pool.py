@@ -2,47 +2,36 @@
 
 A fresh mapping costs three to five times a warm one, so a segment is paid for when it is made and never given back
 while it is useful. Segments grow the pool up to its limit; a segment in which nothing lives is retired only when a
-payload needs its share of that limit. A segment is sealed against shrinking, so that no reader can be made to touch
-memory that is gone. Mappings end with their last view, never before: who still holds a view reads stale bytes at worst.
+payload needs its share of that limit. `shm_map` seals and maps them. What the system allows is asked of `memory_left`,
+at the start and before each growth, because later it would kill the process instead of refusing.
+
+Who still holds a view of room that was given back reads stale bytes at worst. A pool that poisons overwrites that room
+with ones, which are NaN in every float format, so that a stale read shows.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from omnikv.core.extents import Extents
 from omnikv.errors import ConfigError, PutRejected, TransportError
+from omnikv.transports.memory_left import memory_bounds, tightest_bound
 from omnikv.transports.pairing import require_size
+from omnikv.transports.shm_map import make_segment
 
 PAGE_NBYTES = mmap.PAGESIZE
 DEFAULT_POOL_NBYTES = 2 << 30
 DEFAULT_SEGMENT_NBYTES = 64 << 20
-# Segments are touched in pieces, so that other threads of the process get their turn in between.
-TOUCH_NBYTES = 8 << 20
 # The most segments that a target maps of one source. A pool of small ones grows by at least a part of itself, so that
 # it stays far below: each segment costs a descriptor here and a mapping on both sides.
 MAX_SEGMENTS = 1024
 GROWTH_PART = 32
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def memory_limit_nbytes() -> int:
-    """What this process may use at most: the machine's memory, or its control group's limit where that is lower."""
-    limit = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit
+# What a poisoned byte holds.
+POISON = 0xFF
+_POISON_PIECE = bytes([POISON]) * (1 << 20)
 
 
 class PoolSegment:
@@ -56,15 +45,7 @@ class PoolSegment:
         self.number = number
         self.nbytes = nbytes
         self.extents = Extents(nbytes, align_nbytes=PAGE_NBYTES)
-        self.fd = os.memfd_create("omnikv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with ExitStack() as on_failure:
-            on_failure.callback(os.close, self.fd)
-            os.ftruncate(self.fd, nbytes)
-            os.posix_fallocate(self.fd, 0, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self.view = memoryview(mmap.mmap(self.fd, nbytes))
-            on_failure.pop_all()
-        self._touch()
+        self.fd, self.view = make_segment(nbytes)
 
     def close(self) -> None:
         """Nothing; gives the descriptor back. The memory goes with its last view."""
@@ -72,11 +53,6 @@ class PoolSegment:
             os.close(self.fd)
             self.fd = -1
             self.view = memoryview(b"")
-
-    def _touch(self) -> None:
-        for start in range(0, self.nbytes, TOUCH_NBYTES):
-            piece = self.view[start : start + TOUCH_NBYTES : PAGE_NBYTES]
-            piece[:] = bytes(len(piece))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,31 +70,42 @@ class Room:
 
 
 class Pool:
-    """Room for payloads, up to `pool_nbytes` (None: 2 GiB, or half of what the machine allows where that is less).
+    """Room for payloads, up to `pool_nbytes` (None: 2 GiB, or half of what the system allows where that is less).
+
+    `prefault_nbytes` of it are paid for here rather than by the first payloads. With `poison`, room is overwritten when
+    it is given back.
 
     Raises:
-        ConfigError: a size is not positive, or more than this machine's memory allows.
+        ConfigError: a size is not positive, or more than is left of the memory that the system allows.
     """
 
-    def __init__(self, pool_nbytes: int | None, segment_nbytes: int) -> None:
-        allowed = memory_limit_nbytes()
+    def __init__(
+        self, pool_nbytes: int | None, segment_nbytes: int, *, prefault_nbytes: int = 0, poison: bool = False
+    ) -> None:
         if pool_nbytes is None:
+            allowed = min(bound.limit_nbytes for bound in memory_bounds())
             pool_nbytes = min(DEFAULT_POOL_NBYTES, allowed // 2)
-        require_size("shm", "pool_nbytes", pool_nbytes, at_least=1)
+        else:
+            require_size("shm", "pool_nbytes", pool_nbytes, at_least=1)
+            bound = tightest_bound()
+            if pool_nbytes > bound.left_nbytes:
+                raise ConfigError(
+                    f"shm: pool_nbytes={pool_nbytes} is more than this process may take: {bound}; lower pool_nbytes or "
+                    "raise that limit"
+                )
         require_size("shm", "segment_nbytes", segment_nbytes, at_least=1)
-        if pool_nbytes > allowed:
-            raise ConfigError(
-                f"shm: pool_nbytes={pool_nbytes} is more than the {allowed} bytes of memory that this process may use; "
-                "lower pool_nbytes or raise the memory limit"
-            )
+        require_size("shm", "prefault_nbytes", prefault_nbytes, at_least=0)
         self._limit_nbytes = _round_up(pool_nbytes)
         self._segment_nbytes = min(_round_up(segment_nbytes), self._limit_nbytes)
+        self._poison = poison
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._segments: list[PoolSegment] = []
         self._next_number = 0
         self._retired: list[int] = []
         self._closed = False
+        if prefault_nbytes:
+            self._prefault(prefault_nbytes)
 
     @property
     def limit_nbytes(self) -> int:
@@ -168,6 +155,8 @@ class Pool:
 
     def give(self, room: Room) -> None:
         """Nothing; the room is free again. After `close` this does nothing."""
+        if self._poison:
+            _overwrite(room.view)
         with self._lock:
             if not self._closed:
                 room.segment.extents.give(room.offset)
@@ -185,6 +174,12 @@ class Pool:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
+
+    def _prefault(self, nbytes: int) -> None:
+        try:
+            self.give(self.take(nbytes))
+        except PutRejected as error:
+            raise ConfigError(f"shm: prefault_nbytes={nbytes} cannot be had: {error}") from error
 
     def _require_open(self) -> None:
         if self._closed:
@@ -228,10 +223,10 @@ class Pool:
         return max(needed, min(wanted, spare))
 
     def _make(self, number: int, least_nbytes: int, most_nbytes: int) -> PoolSegment:
-        available = _available_nbytes()
-        if least_nbytes > available:
-            raise _no_room(least_nbytes, f"the pool must grow by that, and the system has {available} bytes left")
-        nbytes = most_nbytes if most_nbytes <= available else least_nbytes
+        bound = tightest_bound()
+        if least_nbytes > bound.left_nbytes:
+            raise _no_room(least_nbytes, f"the pool must grow by that, and {bound}")
+        nbytes = min(most_nbytes, max(least_nbytes, bound.left_nbytes // PAGE_NBYTES * PAGE_NBYTES))
         try:
             return PoolSegment(number, nbytes)
         except OSError as error:
@@ -250,12 +245,7 @@ def _round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
 
 
-def _available_nbytes() -> int:
-    """What the machine has left now, as the kernel estimates it; its limit where that is not told."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return memory_limit_nbytes()
+def _overwrite(view: memoryview) -> None:
+    for start in range(0, len(view), len(_POISON_PIECE)):
+        piece = view[start : start + len(_POISON_PIECE)]
+        piece[:] = _POISON_PIECE[: len(piece)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 from omnikv.core.messages import Ready, Retired, Segment
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
 from omnikv.transports.shm_address import is_sealed
+from omnikv.transports.shm_map import map_for_reading
 from omnikv.transports.shm_pool import MAX_SEGMENTS
 from omnikv.transports.wants import Arrival
 
@@ -62,8 +62,7 @@ class ShmWindow:
         if not is_sealed(fds[0], shared.nbytes):
             raise RemoteProtocolError(f"segment {shared.segment} is no sealed memory of {shared.nbytes} bytes")
         try:
-            # Writable, because tensors cannot be made on read-only memory without a warning; nobody writes to it.
-            segments[shared.segment] = memoryview(mmap.mmap(fds[0], shared.nbytes))
+            segments[shared.segment] = map_for_reading(fds[0], shared.nbytes)
         except (OSError, ValueError) as error:
             raise RemoteProtocolError(
                 f"segment {shared.segment} of {shared.nbytes} bytes cannot be mapped: {error}"
