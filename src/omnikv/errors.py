@@ -165,8 +165,18 @@ class ProducerFailed(HandoffError):
     """The sender said that it failed, or died; told at once, nothing was consumed."""
 
 
+class Aborted(ProducerFailed):
+    """The request was called off, by its sender or by this receiver; nobody needs its KV any more."""
+
+
 class Expired(HandoffError):
     """The payload's time to live ended at its sender; told at once, nothing was consumed."""
+
+
+class AlreadyConsumed(HandoffError):
+    """The payload was used already, by this reader or by all readers that it had; told at once."""
+
+    consumed = True
 
 
 class PayloadLost(HandoffError, RuntimeError):

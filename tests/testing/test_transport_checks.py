@@ -8,15 +8,33 @@ import pytest
 from omnikv.core.keys import Edge
 from omnikv.errors import OmniKVError, PutRejected
 from omnikv.testing.conformance import NamedPair, transport_scenarios
-from omnikv.transports.base import Endpoint
-from omnikv.transports.memory import MemoryLease, MemorySlot, MemoryTransport
+from omnikv.transports.base import Endpoint, Lease
+from omnikv.transports.memory import MemoryTransport
 
 
 class Consuming(MemoryTransport):
     """Reading uses up, as released engines do."""
 
-    def end_lease(self, number, holder, *, used):
-        super().end_lease(number, holder, used=True)
+    def get(self, payload, *, deadline):
+        lease = super().get(payload, deadline=deadline)
+        return lease and UsedUp(lease)
+
+
+class UsedUp(Lease):
+    def __init__(self, lease):
+        self._lease = lease
+        self._data = bytearray(lease.buffer)
+        lease.acknowledge()
+
+    @property
+    def buffer(self):
+        return memoryview(self._data)
+
+    def acknowledge(self):
+        pass
+
+    def release(self):
+        pass
 
 
 class Deaf(MemoryTransport):
@@ -29,7 +47,7 @@ class Deaf(MemoryTransport):
 class Overwriting(MemoryTransport):
     """The second put wins, silently."""
 
-    def reserve(self, payload, nbytes):
+    def reserve(self, payload, nbytes, **readers):
         try:
             return super().reserve(payload, nbytes)
         except PutRejected:
@@ -40,8 +58,10 @@ class Overwriting(MemoryTransport):
 class Leaking(MemoryTransport):
     """Room does not come back."""
 
-    def _free(self, block):
-        pass
+    def __init__(self, endpoint, **options):
+        super().__init__(endpoint, **options)
+        if self._source is not None:
+            self._source._ledger._free = lambda block: None
 
 
 class Silent(MemoryTransport):
@@ -54,8 +74,10 @@ class Silent(MemoryTransport):
 class Credulous(MemoryTransport):
     """Deals with anybody."""
 
-    def _require_alike(self, source):
-        pass
+    def __init__(self, endpoint, **options):
+        super().__init__(endpoint, **options)
+        if self._target is not None:
+            self._target._require_alike = lambda source: None
 
 
 class Garbling(MemoryTransport):
@@ -74,20 +96,16 @@ class Hasty(MemoryTransport):
     def reserve(self, payload, nbytes):
         slot = super().reserve(payload, nbytes)
         slot.publish()
-        return EagerSlot(self, slot._entry, slot.buffer)
-
-
-class EagerSlot(MemorySlot):
-    def publish(self):
-        pass
+        slot.publish = lambda: None
+        return slot
 
 
 class Forgetful(MemoryTransport):
     """Leases of a receiver that went are never given back."""
 
     def close(self):
-        for other in self._exchange.endpoints.values():
-            other._ledger.leave = lambda holder: []
+        for source in self._end._exchange.sources.values():
+            source.leave = lambda target: None
         super().close()
 
 
@@ -125,7 +143,7 @@ class Dying(MemoryTransport):
         return lease and MortalLease(lease)
 
 
-class MortalLease(MemoryLease):
+class MortalLease(Lease):
     def __init__(self, lease):
         self._lease = lease
 

@@ -1,4 +1,4 @@
-"""A sender's table of payloads: every state takes exactly the events it should, and room is freed once."""
+"""A sender's table of payloads: any events in any order, against a second, naive account of what must be true."""
 
 import pytest
 from hypothesis import settings
@@ -6,143 +6,274 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from omnikv.core.keys import Edge, PayloadId
-from omnikv.errors import LocalProtocolError, ProducerFailed, PutRejected
+from omnikv.core.lease import End
+from omnikv.errors import LocalProtocolError, PutRejected
 from omnikv.transports import ledger as ledger_module
-from omnikv.transports.ledger import Ledger, PayloadState
+from omnikv.transports.ledger import Grant, Ledger
 
 EDGE = Edge(from_stage="prefill", to_stage="decode")
+TTL_S = 10.0
 
 
 def payload_of(name):
     return PayloadId(edge=EDGE, transfer_id=name, source_rank=0, target_rank=0)
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Events in any order, doubled, late and by the wrong holder; a second, naive account says what must be true."""
+class Naive:
+    """One life, told in the plainest way."""
 
-    entries = Bundle("entries")
+    def __init__(self, ticket, num_readers, room):
+        self.ticket, self.num_readers, self.room = ticket, num_readers, room
+        self.written, self.published, self.end = True, False, None
+        self.used, self.leases = set(), {}
+
+    @property
+    def holds_room(self):
+        return self.written or bool(self.leases) or (self.published and self.end is None)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Take, cancel, expire, fail, abort, die, and everything of it twice, late, and by the wrong holder."""
+
+    tickets = Bundle("tickets")
     leases = Bundle("leases")
-    names = st.sampled_from(["a", "b", "c"])
+    names = st.sampled_from(["a", "b"])
+    readers = st.integers(0, 2)
     holders = st.sampled_from(["first", "second"])
 
     def __init__(self):
         super().__init__()
         self.rooms_out = set()
         self.given_out = 0
-        self.ledger = Ledger("test", self.rooms_out.remove)
+        self.now = 100.0
+        self.lives = {}
+        self.interest = {"a": set(), "b": set()}
+        self.idle_since = {}
+        self.ledger = Ledger("test", ttl_s=TTL_S, free=self.rooms_out.remove, look_again=lambda payload: None)
 
-    @rule(target=entries, name=names)
-    def reserve(self, name):
-        try:
-            entry = self.ledger.reserve(payload_of(name), 1)
-        except PutRejected:
-            return multiple()
-        self.given_out += 1
-        entry.room = self.given_out
-        self.rooms_out.add(entry.room)
-        return entry
-
-    @rule(entry=entries)
-    def publish(self, entry):
-        may = entry.state is PayloadState.RESERVED and self.ledger.failure(entry.payload) is None
-        if may:
-            self.ledger.publish(entry)
-            assert entry.state is PayloadState.READY
+    def renew(self, name):
+        """After what may have ended the last interest: the clock starts anew where nobody is interested."""
+        life = self.lives.get(name)
+        if life is None or not life.published or life.end is not None or life.leases or self.interest[name]:
+            self.idle_since.pop(name, None)
         else:
-            with pytest.raises(LocalProtocolError):
-                self.ledger.publish(entry)
+            self.idle_since.setdefault(name, self.now)
 
-    @rule(entry=entries)
-    def drop(self, entry):
-        state = entry.state
-        self.ledger.drop(entry)
-        assert entry.state is (PayloadState.GONE if state is PayloadState.RESERVED else state)
+    def end(self, name, how):
+        life = self.lives.get(name)
+        if life is not None and life.end is None:
+            life.end = how
+            self.interest[name].clear()
+        self.renew(name)
 
-    @rule(name=names)
-    def fail(self, name):
-        self.ledger.fail(payload_of(name), "cause")
-        assert self.ledger.failure(payload_of(name)) == "cause"
-
-    @rule(target=leases, name=names, holder=holders)
-    def lease(self, name, holder):
-        payload = payload_of(name)
-        if self.ledger.failure(payload):
-            with pytest.raises(ProducerFailed, match="cause"):
-                self.ledger.lease(payload, holder)
+    @rule(target=tickets, name=names, num_readers=st.integers(1, 2))
+    def reserve(self, name, num_readers):
+        life = self.lives.get(name)
+        if life is not None and life.holds_room:
+            with pytest.raises(PutRejected, match="already live"):
+                self.ledger.reserve(payload_of(name), num_readers, self.now)
             return multiple()
-        entry = self.ledger.lease(payload, holder)
-        return multiple() if entry is None else (entry, entry.lease, holder)
+        ticket = self.ledger.reserve(payload_of(name), num_readers, self.now)
+        self.given_out += 1
+        self.rooms_out.add(self.given_out)
+        assert self.ledger.furnish(ticket, self.given_out)
+        self.lives[name] = Naive(ticket, num_readers, self.given_out)
+        self.renew(name)
+        return ticket
+
+    @rule(ticket=tickets)
+    def publish(self, ticket):
+        name = ticket.payload.transfer_id
+        life = self.lives[name]
+        if life.ticket == ticket and life.written and life.end is None:
+            self.ledger.publish(ticket, self.now)
+            life.written, life.published = False, True
+            self.renew(name)
+            return
+        with pytest.raises(LocalProtocolError, match="cannot be published"):
+            self.ledger.publish(ticket, self.now)
+        if life.ticket == ticket:
+            life.written = False
+
+    @rule(ticket=tickets)
+    def drop(self, ticket):
+        life = self.lives[ticket.payload.transfer_id]
+        self.ledger.drop(ticket, self.now)
+        if life.ticket == ticket and life.written:
+            life.written = False
+            life.end = life.end or "dropped"
+
+    @rule(name=names, aborts=st.booleans())
+    def end_it(self, name, aborts):
+        (self.ledger.abort if aborts else self.ledger.fail)(payload_of(name), "cause", self.now)
+        how = "aborted" if aborts else "failed"
+        life = self.lives.get(name)
+        if life is None or life.end == "dropped":
+            # Nothing was there: whoever asks is told all the same.
+            self.lives[name] = life = Naive(None, 1, None)
+            life.written, life.end = False, how
+            self.interest[name].clear()
+        self.end(name, how)
+
+    @rule(target=leases, name=names, reader=readers, holder=holders)
+    def take(self, name, reader, holder):
+        told = self.ledger.ask(payload_of(name), reader, holder, self.now)
+        life = self.lives.get(name)
+        if life is None or life.end == "dropped":
+            assert told is None
+        elif life.end is not None:
+            assert isinstance(told, End)
+            assert told.how == life.end
+        elif reader in life.used or reader >= life.num_readers:
+            assert isinstance(told, End)
+            assert told.how == "released"
+        elif not life.published or reader in {of for of, _ in life.leases.values()}:
+            assert told is None
+        else:
+            assert isinstance(told, Grant)
+            assert told.room == life.room
+            assert told.lease not in life.leases
+            life.leases[told.lease] = (reader, holder)
+            self.renew(name)
+            return name, told.lease
+        return multiple()
 
     @rule(lease=leases, holder=holders, used=st.booleans())
     def end_lease(self, lease, holder, used):
-        entry, number, owner = lease
-        is_held = entry.state is PayloadState.LEASED and entry.lease == number and owner == holder
-        end = self.ledger.acknowledge if used else self.ledger.give_back
-        has_failed = self.ledger.failure(entry.payload) is not None
-        result = end(number, holder)
-        if not is_held:
-            assert result is None
-        elif used or has_failed:
-            assert entry.state is PayloadState.GONE
-        else:
-            assert (entry.state, result) == (PayloadState.READY, entry.payload)
+        name, number = lease
+        (self.ledger.acknowledge if used else self.ledger.give_back)(number, holder, self.now)
+        life = self.lives[name]
+        reader, owner = life.leases.get(number, (None, None))
+        if owner == holder:
+            del life.leases[number]
+            if used:
+                life.used.add(reader)
+                self.interest[name].discard(holder)
+                if life.end is None and len(life.used) == life.num_readers:
+                    self.end(name, "released")
+        self.renew(name)
 
     @rule(holder=holders)
-    def leave(self, holder):
-        self.ledger.leave(holder)
-        assert all(entry.holder != holder for entry in self.ledger._live.values())
+    def die(self, holder):
+        self.ledger.leave(holder, self.now)
+        for name, life in self.lives.items():
+            life.leases = {number: held for number, held in life.leases.items() if held[1] != holder}
+            self.renew(name)
+
+    @rule(name=names, who=holders, is_given=st.booleans())
+    def announce(self, name, who, is_given):
+        if is_given:
+            self.ledger.interest(payload_of(name), who, self.now)
+            self.interest[name].add(who)
+        else:
+            self.ledger.no_interest(payload_of(name), who, self.now)
+            self.interest[name].discard(who)
+        self.renew(name)
+
+    @rule(seconds=st.sampled_from([0.0, TTL_S / 2, TTL_S]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.ledger.expire(self.now)
+        for name, since in list(self.idle_since.items()):
+            if self.now >= since + TTL_S:
+                self.end(name, "expired")
 
     @invariant()
-    def rooms_out_are_those_of_live_payloads(self):
-        assert {entry.room for entry in self.ledger._live.values()} == self.rooms_out
+    def rooms_out_are_those_that_somebody_may_touch(self):
+        assert self.rooms_out == {life.room for life in self.lives.values() if life.holds_room}
 
     @invariant()
-    def leases_out_are_those_of_leased_payloads(self):
-        leased = {entry.lease for entry in self.ledger._live.values() if entry.state is PayloadState.LEASED}
-        assert set(self.ledger._leased) == leased
-
-    @invariant()
-    def the_count_is_of_those_published(self):
-        states = [entry.state for entry in self.ledger._live.values()]
-        assert self.ledger.unacknowledged == len(states) - states.count(PayloadState.RESERVED)
-
-    @invariant()
-    def histories_stay_short(self):
-        assert all(len(entry.history) <= 5 for entry in self.ledger._live.values())
+    def the_counts_are_right(self):
+        lives = self.lives.values()
+        census = self.ledger.census()
+        live = [life for life in lives if life.end is None]
+        assert self.ledger.unacknowledged == census["ready"] == sum(life.published for life in live)
+        assert census["announced"] == sum(life.written for life in live)
+        assert census["leased"] == sum(bool(life.leases) for life in lives)
+        assert set(self.ledger._leases) == {number for life in lives for number in life.leases}
+        assert self.ledger.next_expiry == min((at + TTL_S for at in self.idle_since.values()), default=None)
 
     def teardown(self):
-        self.ledger.clear()
+        for holder in ("first", "second"):
+            self.ledger.leave(holder, self.now)
+        assert not self.ledger._leases
+        assert self.ledger.census()["leased"] == 0
+        self.ledger.clear(self.now)
         assert not self.rooms_out
         assert self.ledger.unacknowledged == 0
+        assert self.ledger.next_expiry is None
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def quiet_ledger():
+    return Ledger("test", ttl_s=TTL_S, free=lambda room: None, look_again=lambda payload: None)
+
+
+def put(ledger, payload, now=0.0):
+    ticket = ledger.reserve(payload, 1, now)
+    ledger.furnish(ticket, "room")
+    ledger.publish(ticket, now)
+    return ticket
 
 
 def test_a_lease_number_is_never_used_twice():
-    ledger = Ledger("test", lambda room: None)
-    ledger.publish(ledger.reserve(payload_of("a"), 1))
+    ledger, payload = quiet_ledger(), payload_of("a")
+    put(ledger, payload)
     numbers = []
     for _ in range(3):
-        numbers.append(ledger.lease(payload_of("a"), "holder").lease)
-        ledger.give_back(numbers[-1], "holder")
+        numbers.append(ledger.ask(payload, 0, "holder", 0.0).lease)
+        ledger.give_back(numbers[-1], "holder", 0.0)
     assert len(set(numbers)) == 3
-    assert ledger.acknowledge(numbers[0], "holder") is None
+    ledger.acknowledge(numbers[0], "holder", 0.0)
+    assert ledger.unacknowledged == 1
 
 
-def test_only_the_latest_failures_are_remembered(monkeypatch):
-    monkeypatch.setattr(ledger_module, "MAX_FAILURES", 3)
-    ledger = Ledger("test", lambda room: None)
+def test_only_the_latest_ends_are_remembered(monkeypatch):
+    monkeypatch.setattr(ledger_module, "MAX_ENDS", 3)
+    ledger = quiet_ledger()
     for number in range(5):
-        ledger.fail(payload_of(f"r{number}"), "cause")
-    assert [ledger.failure(payload_of(f"r{number}")) for number in range(5)] == [None, None, "cause", "cause", "cause"]
+        ledger.fail(payload_of(f"r{number}"), "cause", 0.0)
+    told = [ledger.ask(payload_of(f"r{number}"), 0, "holder", 0.0) for number in range(5)]
+    assert told[:2] == [None, None]
+    assert [end.how for end in told[2:]] == ["failed"] * 3
+    assert len(ledger._records) == 3
+
+
+def test_an_identity_that_nobody_waits_for_any_more_is_forgotten():
+    ledger = quiet_ledger()
+    for number in range(100):
+        ledger.interest(payload_of(f"r{number}"), "somebody", 0.0)
+        ledger.no_interest(payload_of(f"r{number}"), "somebody", 0.0)
+    assert not ledger._records
 
 
 def test_the_error_of_a_second_publish_tells_the_history():
-    ledger = Ledger("test", lambda room: None)
-    entry = ledger.reserve(payload_of("a"), 1)
-    ledger.publish(entry)
-    with pytest.raises(LocalProtocolError, match="went through reserve, publish; reserve it again") as caught:
-        ledger.publish(entry)
-    assert caught.value.history == ("reserve", "publish")
+    ledger = quiet_ledger()
+    ticket = put(ledger, payload_of("a"))
+    with pytest.raises(LocalProtocolError, match="was published or dropped before; reserve it again") as caught:
+        ledger.publish(ticket, 0.0)
+    assert caught.value.history == ("Reserve", "Publish")
+
+
+def test_d22_the_room_of_an_expired_payload_may_be_another_ones_and_is_never_shown_for_it():
+    rooms = ["the room"]
+    ledger = Ledger("test", ttl_s=TTL_S, free=rooms.append, look_again=lambda payload: None)
+    first, second = payload_of("a"), payload_of("b")
+    ticket = ledger.reserve(first, 1, 0.0)
+    ledger.furnish(ticket, rooms.pop())
+    ledger.publish(ticket, 0.0)
+    ledger.expire(TTL_S)
+    other = ledger.reserve(second, 1, TTL_S)
+    ledger.furnish(other, rooms.pop())
+    ledger.publish(other, TTL_S)
+    told = ledger.ask(first, 0, "holder", TTL_S)
+    assert (told.how, told.generation) == ("expired", ticket.generation)
+
+
+def test_d22_what_is_due_cannot_be_read_although_nobody_looked_at_the_time():
+    ledger = quiet_ledger()
+    put(ledger, payload_of("a"))
+    assert ledger.ask(payload_of("a"), 0, "holder", TTL_S).how == "expired"

@@ -6,23 +6,23 @@ import sys
 PROGRAM = """
 import os
 from omnikv.core.keys import Edge
-from omnikv.transports import memory
+from omnikv.transports import memory, memory_exchange
 from omnikv.transports.base import Endpoint
 
 endpoint = Endpoint(edge=Edge(from_stage="a", to_stage="b"), side="source", rank=0, peer_ranks=(0,))
 parents = memory.MemoryTransport(endpoint)
 # As when another thread opens a transport while this one forks.
-memory._exchanges_lock.acquire()
+memory_exchange._exchanges_lock.acquire()
 pid = os.fork()
 if pid == 0:
     with memory.MemoryTransport(endpoint):
         parents.close()
-        assert list(memory._exchanges) == [endpoint.edge]
-    assert not memory._exchanges
+        assert list(memory_exchange._exchanges) == [endpoint.edge]
+    assert not memory_exchange._exchanges
     os._exit(7)
-memory._exchanges_lock.release()
+memory_exchange._exchanges_lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-assert list(memory._exchanges) == [endpoint.edge]
+assert list(memory_exchange._exchanges) == [endpoint.edge]
 parents.close()
 """
 

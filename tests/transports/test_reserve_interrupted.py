@@ -22,7 +22,7 @@ def test_memory_that_the_system_does_not_give_is_no_room_and_may_come_back(memor
 
     source, payload = memory
     with monkeypatch.context() as patched:
-        patched.setattr("omnikv.transports.memory._aligned_block", refuse)
+        patched.setattr("omnikv.transports.memory_source._aligned_block", refuse)
         with pytest.raises(PutRejected, match="gives no more memory") as caught:
             source.reserve(payload, 100)
     assert caught.value.retryable

@@ -14,7 +14,7 @@ import msgspec
 from omnikv.errors import RemoteProtocolError
 
 # Said in every Hello; peers of different versions refuse each other.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 # The longest packet of the control channel; longer ones are refused unread.
 MAX_MESSAGE_NBYTES = 65536
 # The longest cause or reason that is sent; longer ones are cut.
@@ -100,6 +100,19 @@ class Unwant(msgspec.Struct, frozen=True, array_like=True, tag="unwant"):
     ask: Count
 
 
+class Interest(msgspec.Struct, frozen=True, array_like=True, tag="interest"):
+    """A target says that it will come for a payload, or takes that back; edge and ranks follow from the connection.
+
+    The payload does not expire meanwhile. Interest also ends when the target acknowledges the payload, with the
+    payload's end, and with the connection.
+    """
+
+    transfer_id: Name
+    role: Name
+    attempt: Count
+    is_given: bool
+
+
 class Segment(msgspec.Struct, frozen=True, array_like=True, tag="segment"):
     """A source shares a stretch of memory of `nbytes`; its descriptor travels with this message."""
 
@@ -123,10 +136,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     nbytes: Count
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Answers an ask: the payload will not come, and why."""
+class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
+    """Answers an ask: there is nothing for the asker, since that generation of the payload ended like this."""
 
     ask: Count
+    how: Literal["released", "expired", "failed", "aborted"]
+    generation: Count
     cause: Reason
 
 
@@ -149,8 +164,8 @@ class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
 
 
 # What a target may say over any transport, what a source may say, and what a source may say where memory is shared.
-ToSource = Hello | Refused | Want | Unwant | Ack | Return
-ToTarget = Hello | Refused | Failed | Absent
+ToSource = Hello | Refused | Want | Unwant | Interest | Ack | Return
+ToTarget = Hello | Refused | Over | Absent
 ToTargetShared = ToTarget | Segment | Retired | Ready
 
 

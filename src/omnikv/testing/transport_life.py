@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from omnikv.errors import LocalProtocolError, OmniKVError, ProducerFailed, PutRejected
+from omnikv.errors import AlreadyConsumed, LocalProtocolError, OmniKVError, ProducerFailed, PutRejected
 from omnikv.testing.transport_pair import (
     TransportPair,
     drained,
@@ -93,7 +93,7 @@ def released_is_found_again(pair: TransportPair) -> None:
 
 
 def acknowledged_is_gone(pair: TransportPair) -> None:
-    """An acknowledgement ends the payload's life and frees its identity; said twice it is said once."""
+    """D28: an acknowledgement ends the payload's life and frees its identity, which may live again; twice is once."""
     with ExitStack() as stack:
         source, target = _open(pair, stack)
         payload = payload_of(pair, "r1")
@@ -106,7 +106,7 @@ def acknowledged_is_gone(pair: TransportPair) -> None:
                 found.acknowledge()
             found.release()
             require(drained(pair, source) == 0, "an acknowledged payload must leave its sender")
-            require(target.get(payload, deadline=0.0) is None, "an acknowledged payload must be absent")
+            raised_by(AlreadyConsumed, lambda: lease(pair, target, payload), "get of a payload that was used")
 
 
 def leased_is_not_leased_twice(pair: TransportPair) -> None:

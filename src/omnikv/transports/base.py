@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple
@@ -22,6 +22,9 @@ Side = Literal["source", "target"]
 
 # Each reader is a process that a source knocks on and remembers for every payload.
 MAX_READERS = 64
+DEFAULT_PAYLOAD_TTL_S = 300.0
+# How many payloads a target may have announced at one source, and how many it may be asking it for.
+MAX_ASKS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +55,11 @@ class Endpoint:
 
     `facts` are texts that both peers must state alike (the route, for one); a transport compares them when two peers
     meet and refuses the pair in plain words when they differ. Several processes may serve one target rank, as its
-    readers 0 to `num_readers` - 1, each of which gets every payload; both sides state how many there are.
+    readers 0 to `num_readers` - 1, each of which gets every payload; both sides state how many there are. A payload
+    expires at its source when nobody was interested in it for `payload_ttl_s`, which may be infinite.
 
     Raises:
-        ConfigError: there is no such reader.
+        ConfigError: there is no such reader, or `payload_ttl_s` is no time.
     """
 
     edge: Edge
@@ -65,6 +69,7 @@ class Endpoint:
     facts: Mapping[str, str] = field(default_factory=dict)
     reader: int = 0
     num_readers: int = 1
+    payload_ttl_s: float = DEFAULT_PAYLOAD_TTL_S
 
     def __post_init__(self) -> None:
         if not (isinstance(self.num_readers, int) and 1 <= self.num_readers <= MAX_READERS):
@@ -72,6 +77,8 @@ class Endpoint:
         last = self.num_readers - 1 if self.side == "target" else 0
         if not (isinstance(self.reader, int) and 0 <= self.reader <= last):
             raise ConfigError(f"reader must be 0 to {last} at a {self.side}, got {self.reader!r}")
+        if not (isinstance(self.payload_ttl_s, (int, float)) and self.payload_ttl_s > 0):
+            raise ConfigError(f"payload_ttl_s must be a number of seconds above 0, got {self.payload_ttl_s!r}")
 
     @property
     def seat(self) -> Seat:
@@ -82,6 +89,14 @@ class Endpoint:
         """The seats of all peers."""
         readers = self.num_readers if self.side == "source" else 1
         return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
+
+
+class PutRequest(NamedTuple):
+    """Room that is wanted for one payload; `num_readers` of its target rank's will read it (None: all that it has)."""
+
+    payload: PayloadId
+    nbytes: int
+    num_readers: int | None = None
 
 
 class Slot(AbstractContextManager["Slot"]):
@@ -97,7 +112,7 @@ class Slot(AbstractContextManager["Slot"]):
         """Make the payload readable by its receiver and wake it. Call once.
 
         Raises:
-            LocalProtocolError: already published or dropped.
+            LocalProtocolError: already published or dropped, or failed or aborted while it was written.
         """
 
     @abstractmethod
@@ -147,6 +162,21 @@ class Transport(ABC):
             TransportError: this transport is closed.
         """
 
+    def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
+        """Room for all the payloads or for none, in their order, as soon as it is there.
+
+        Until `deadline` (monotonic seconds) it waits for room to be freed, first come first served. This default does
+        not wait, and knows of one reader only.
+
+        Raises:
+            PutRejected: no room by `deadline` (`retryable`), never enough room, or a payload is already live here.
+            TransportError: this transport is closed.
+        """
+        with ExitStack() as on_failure:
+            slots = [on_failure.enter_context(self.reserve(wanted.payload, wanted.nbytes)) for wanted in requests]
+            on_failure.pop_all()
+        return slots
+
     @abstractmethod
     def get(self, payload: PayloadId, *, deadline: float) -> Lease | None:
         """A lease on the payload as soon as it is ready, or None when it is still absent at `deadline`.
@@ -155,6 +185,9 @@ class Transport(ABC):
 
         Raises:
             ProducerFailed: the sender said that it failed, or it is known to have died.
+            Aborted: the sender called the request off, or `withdraw` was called here meanwhile.
+            Expired: the payload's time to live is over.
+            AlreadyConsumed: this reader has used it, or is none of its readers.
             ConnectError: the peer refuses this pair (its facts differ, or it runs as another user).
             TransportError: the payload is there but cannot be read, or this transport is closed.
         """
@@ -182,6 +215,27 @@ class Transport(ABC):
     @abstractmethod
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell the receiver that this payload will not come, with the cause in words; idempotent."""
+
+    def abort(self, payload: PayloadId, cause: str) -> None:
+        """Tell the receiver that nobody needs this payload any more, and free its room; idempotent."""
+        self.fail(payload, cause)
+
+    def announce(self, payloads: Sequence[PayloadId]) -> None:  # noqa: B027
+        """Tell the senders that this receiver will come for these payloads, so that they do not expire; idempotent.
+
+        Holds until the payload was acknowledged or has ended, `withdraw`, or the end of the connection. This default
+        does nothing, as is right where nothing expires.
+        """
+
+    def withdraw(self, payloads: Sequence[PayloadId]) -> None:  # noqa: B027
+        """Take an announcement back; a `get` of this receiver that waits for one of them raises `Aborted`.
+
+        This default does nothing: such a `get` ends by its deadline.
+        """
+
+    def census(self) -> dict[str, int]:
+        """How many payloads stand where at this source, and how many lives have ended in which way since it opened."""
+        return {}
 
     @abstractmethod
     def drain(self, *, deadline: float) -> int:

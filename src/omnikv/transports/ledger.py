@@ -1,209 +1,267 @@
-"""A sender's table of its payloads: the one place that knows what is live and who may read it.
+"""A sender's table of its payloads: the one place that knows what is live, who may read it, and how lives ended.
 
-Theory of operation. An identity is free, or live in one of three states:
+`omnikv.core.lease` decides; this table keeps a state and a room for each identity, and does what the steps say: it
+frees room, and calls whoever must answer those who wait. How a life ended is remembered for the latest `MAX_ENDS`
+identities, and an identity that is only waited for as long as somebody waits, so that the table does not grow.
 
-    free --reserve--> RESERVED --publish--> READY --lease--> LEASED --acknowledge--> free
-                         |                    ^                |
-                         '--drop--> free      '---give_back----'
-
-A failure is kept beside the states: whoever asks for a failed identity is told the cause instead of waiting. Failing a
-READY payload ends its life. One that is still being written keeps its room until its writer is done with it, and one
-that is leased stays readable for its holder: room that somebody touches is never handed out again.
-Reserving a failed identity again takes the failure back. Failures are remembered for the latest `MAX_FAILURES`
-identities, so that a sender that only ever fails does not grow.
-
-The table does no I/O and takes no lock: its owner calls it under its own.
+The table does no I/O and takes no lock: its owner calls it under its own. `now` is monotonic time in seconds.
 """
 
 from __future__ import annotations
 
-import enum
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from omnikv.core import lease as core
 from omnikv.core.keys import PayloadId
+from omnikv.core.lease import Answer, Effect, End, Event, Life, Phase
 from omnikv.core.messages import spell_reason
-from omnikv.errors import LocalProtocolError, ProducerFailed, PutRejected
+from omnikv.errors import LocalProtocolError, PutRejected
 
-MAX_FAILURES = 4096
+MAX_ENDS = 4096
 
 Room = TypeVar("Room")
 
 
-class PayloadState(enum.Enum):
-    """Where a payload stands at its sender; `GONE` marks a record whose identity is free again."""
+class Ticket(NamedTuple):
+    """One life of a payload, in the hand of its writer."""
 
-    RESERVED = "reserved"
-    READY = "ready"
-    LEASED = "leased"
-    GONE = "gone"
+    payload: PayloadId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(Generic[Room]):
+    """A lease that was just given out, and the room that it lets its holder read."""
+
+    lease: int
+    room: Room
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[Room]):
-    """One live payload: its state, its room once it has one, and the holder of its lease."""
-
-    payload: PayloadId
-    nbytes: int
+class _Record(Generic[Room]):
+    life: Life = field(default_factory=Life)
     room: Room | None = None
-    state: PayloadState = PayloadState.RESERVED
-    lease: int = 0
-    holder: Hashable = None
-    history: list[str] = field(default_factory=lambda: ["reserve"])
 
 
 class Ledger(Generic[Room]):
-    """The live payloads of one sender; `free` is called with the room of each payload whose life ends."""
+    """The payloads of one sender, which expire when nobody was interested in them for `ttl_s`.
 
-    def __init__(self, transport: str, free: Callable[[Room], None]) -> None:
+    `free` is called with the room of each payload whose life ends; `look_again` with each payload for which those who
+    wait may be told something new.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        *,
+        ttl_s: float,
+        free: Callable[[Room], None],
+        look_again: Callable[[PayloadId], None],
+    ) -> None:
         self._transport = transport
+        self._ttl_s = ttl_s
         self._free = free
-        self._live: dict[PayloadId, Entry[Room]] = {}
-        self._leased: dict[int, Entry[Room]] = {}
-        self._failures: dict[PayloadId, str] = {}
+        self._look_again = look_again
+        self._records: dict[PayloadId, _Record[Room]] = {}
+        self._ended: dict[PayloadId, None] = {}
+        self._leases: dict[int, PayloadId] = {}
+        # In the order in which they are due: all lives have the same time, so the latest to start is the last to end.
+        self._due: dict[PayloadId, float] = {}
+        self._next_generation = 1
         self._next_lease = 1
+        self._ends: Counter[str] = Counter()
         # Counted rather than looked for: `drain` asks after every acknowledgement.
-        self._published = 0
+        self._ready = 0
 
     @property
     def unacknowledged(self) -> int:
-        """How many payloads are published and not acknowledged."""
-        return self._published
+        """How many payloads are published and not acknowledged by all of their readers."""
+        return self._ready
 
-    def reserve(self, payload: PayloadId, nbytes: int) -> Entry[Room]:
-        """A new record for `payload`, without room yet.
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next payload expires unless somebody becomes interested, or None."""
+        return next(iter(self._due.values()), None)
+
+    def census(self) -> dict[str, int]:
+        """How many payloads are announced, ready and leased now, and how many lives have ended in which way."""
+        lives = [record.life for record in self._records.values()]
+        return {
+            "announced": sum(life.phase is Phase.ANNOUNCED for life in lives),
+            "ready": self._ready,
+            "leased": sum(bool(life.grips) for life in lives),
+            **{name: self._ends[name] for name in ("released", "expired", "failed", "aborted")},
+        }
+
+    def reserve(self, payload: PayloadId, num_readers: int, now: float) -> Ticket:
+        """A new life of `payload`, without room yet.
 
         Raises:
-            PutRejected: the identity is already live.
+            PutRejected: the identity is live.
         """
-        live = self._live.get(payload)
-        if live is not None:
+        self.expire(now)
+        record = self._records.get(payload)
+        if record is not None and record.life.has_room:
+            state = "leased" if record.life.grips else record.life.phase.value
             raise PutRejected(
-                f"{self._transport}: payload {payload.encode()} is already live ({live.state.value}); acknowledge or "
-                "fail it first, or send it as a new attempt",
+                f"{self._transport}: payload {payload.encode()} is already live ({state}); acknowledge or fail it "
+                "first, or send it as a new attempt",
                 already_live=True,
                 transport=self._transport,
                 request_id=payload.transfer_id,
                 key=payload.encode(),
                 rank=payload.source_rank,
             )
-        self._failures.pop(payload, None)
-        entry: Entry[Room] = Entry(payload, nbytes)
-        self._live[payload] = entry
-        return entry
+        ticket = Ticket(payload, self._next_generation)
+        self._next_generation += 1
+        self._apply(payload, core.Reserve(ticket.generation, num_readers, self._ttl_s), now)
+        return ticket
 
-    def publish(self, entry: Entry[Room]) -> None:
+    def furnish(self, ticket: Ticket, room: Room) -> bool:
+        """Whether the life has `room` now; not when it was ended by `clear` meanwhile."""
+        record = self._record_of(ticket)
+        if record is None:
+            return False
+        record.room = room
+        return True
+
+    def publish(self, ticket: Ticket, now: float) -> None:
         """Nothing; the payload may be leased from now on.
 
         Raises:
-            LocalProtocolError: it was published, dropped or failed before; a failed one ends here.
+            LocalProtocolError: it was published, dropped, failed or aborted before; in the latter cases it ends here.
         """
-        failure = self._failures.get(entry.payload) if entry.state is PayloadState.RESERVED else None
-        if failure is not None:
-            self._end(entry, f"fail ({failure})")
-        if entry.state is not PayloadState.RESERVED:
+        record = self._record_of(ticket)
+        if record is None or record.life.phase is not Phase.ANNOUNCED:
+            life = Life() if record is None else record.life
+            went = f"it was {life.phase.value} ({life.cause})" if life.cause else "it was published or dropped before"
+            self.drop(ticket, now)
             raise LocalProtocolError(
-                f"{self._transport}: payload {entry.payload.encode()} cannot be published: it went through "
-                f"{', '.join(entry.history)}; reserve it again",
-                history=tuple(entry.history),
-                request_id=entry.payload.transfer_id,
+                f"{self._transport}: payload {ticket.payload.encode()} cannot be published: {went}; reserve it again",
+                history=life.history,
+                request_id=ticket.payload.transfer_id,
             )
-        entry.history.append("publish")
-        entry.state = PayloadState.READY
-        self._published += 1
+        self._apply(ticket.payload, core.Publish(ticket.generation), now)
 
-    def drop(self, entry: Entry[Room]) -> None:
+    def drop(self, ticket: Ticket, now: float) -> None:
         """Nothing; ends the life of a payload that was not published, and does nothing to any other."""
-        if entry.state is PayloadState.RESERVED:
-            self._end(entry, "drop")
+        self._apply(ticket.payload, core.Drop(ticket.generation), now)
 
-    def fail(self, payload: PayloadId, cause: str) -> None:
+    def fail(self, payload: PayloadId, cause: str, now: float) -> None:
         """Nothing; whoever asks for `payload` is told `cause`, and its room is free once nobody writes or reads it."""
-        self._failures.pop(payload, None)
-        self._failures[payload] = spell_reason(cause)
-        while len(self._failures) > MAX_FAILURES:
-            del self._failures[next(iter(self._failures))]
-        entry = self._live.get(payload)
-        if entry is not None and entry.state is PayloadState.READY:
-            self._end(entry, "fail")
+        self._apply(payload, core.Fail(spell_reason(cause)), now)
 
-    def failure(self, payload: PayloadId) -> str | None:
-        """Why `payload` will not come, or None."""
-        return self._failures.get(payload)
+    def abort(self, payload: PayloadId, cause: str, now: float) -> None:
+        """Nothing; as `fail`, for a request that nobody needs any more."""
+        self._apply(payload, core.Abort(spell_reason(cause)), now)
 
-    def lease(self, payload: PayloadId, holder: Hashable) -> Entry[Room] | None:
-        """The payload's record, leased to `holder` under a new number, or None when it is not there to be read.
-
-        Raises:
-            ProducerFailed: the payload was failed.
-        """
-        cause = self._failures.get(payload)
-        if cause is not None:
-            raise producer_failed(payload, cause)
-        entry = self._live.get(payload)
-        if entry is None or entry.state is not PayloadState.READY:
+    def ask(self, payload: PayloadId, reader: int, holder: Hashable, now: float) -> Grant[Room] | End | None:
+        """A lease for `holder`, which acts for `reader`; or how the payload's life ended; or None: not yet."""
+        self.expire(now)
+        record = self._records.get(payload)
+        if record is None:
             return None
-        entry.history.append("lease")
-        entry.state = PayloadState.LEASED
-        entry.lease, entry.holder = self._next_lease, holder
-        self._leased[entry.lease] = entry
+        told = core.answer(record.life, reader)
+        if isinstance(told, End):
+            return told
+        if told is Answer.WAIT:
+            return None
+        lease = self._next_lease
         self._next_lease += 1
-        return entry
+        self._leases[lease] = payload
+        self._apply(payload, core.Take(lease, reader, holder), now)
+        assert record.room is not None
+        return Grant(lease, record.room)
 
-    def acknowledge(self, lease: int, holder: Hashable) -> PayloadId | None:
-        """The payload whose life ended, or None when `holder` holds no such lease (any more)."""
-        entry = self._held(lease, holder)
-        if entry is None:
-            return None
-        self._end(entry, "acknowledge")
-        return entry.payload
+    def acknowledge(self, lease: int, holder: Hashable, now: float) -> None:
+        """Nothing; `holder` used what it leased. Does nothing when it holds no such lease (any more)."""
+        self._end_lease(lease, core.Acknowledge(lease, holder), now)
 
-    def give_back(self, lease: int, holder: Hashable) -> PayloadId | None:
-        """The payload that can be leased again, or None when `holder` holds no such lease or it has failed since."""
-        entry = self._held(lease, holder)
-        if entry is None:
-            return None
-        del self._leased[lease]
-        if entry.payload in self._failures:
-            self._end(entry, "fail")
-            return None
-        entry.history[2:] = ["give_back"]
-        entry.state, entry.lease, entry.holder = PayloadState.READY, 0, None
-        return entry.payload
+    def give_back(self, lease: int, holder: Hashable, now: float) -> None:
+        """Nothing; the payload can be leased again. Does nothing when `holder` holds no such lease (any more)."""
+        self._end_lease(lease, core.GiveBack(lease, holder), now)
 
-    def leave(self, holder: Hashable) -> list[PayloadId]:
-        """The payloads that can be leased again now that `holder` is gone."""
-        leases = [lease for lease, entry in self._leased.items() if entry.holder == holder]
-        back = [self.give_back(lease, holder) for lease in leases]
-        return [payload for payload in back if payload is not None]
+    def leave(self, holder: Hashable, now: float) -> None:
+        """Nothing; everything that `holder` leased can be leased again."""
+        for lease, payload in list(self._leases.items()):
+            if any((grip.lease, grip.holder) == (lease, holder) for grip in self._records[payload].life.grips):
+                self.give_back(lease, holder, now)
 
-    def clear(self) -> None:
-        """Nothing; ends every life, as a sender does that closes."""
-        for entry in list(self._live.values()):
-            self._end(entry, "close")
-        self._failures.clear()
+    def interest(self, payload: PayloadId, who: Hashable, now: float) -> None:
+        """Nothing; the payload does not expire while `who` is interested."""
+        self._apply(payload, core.Interest(who), now)
 
-    def _held(self, lease: int, holder: Hashable) -> Entry[Room] | None:
-        entry = self._leased.get(lease)
-        return entry if entry is not None and entry.holder == holder else None
+    def no_interest(self, payload: PayloadId, who: Hashable, now: float) -> None:
+        """Nothing; `who` is interested no more."""
+        self._apply(payload, core.NoInterest(who), now)
 
-    def _end(self, entry: Entry[Room], event: str) -> None:
-        self._leased.pop(entry.lease, None)
-        self._live.pop(entry.payload, None)
-        entry.history.append(event)
-        self._published -= entry.state is not PayloadState.RESERVED
-        entry.state = PayloadState.GONE
-        room, entry.room = entry.room, None
-        if room is not None:
-            self._free(room)
+    def is_interested(self, payload: PayloadId, who: Hashable) -> bool:
+        """Whether `who` is still counted as interested: not after an end, nor after its acknowledgement."""
+        record = self._records.get(payload)
+        return record is not None and who in record.life.interest
 
+    def expire(self, now: float) -> None:
+        """Nothing; ends what is due."""
+        while self._due and (due := next(iter(self._due.items())))[1] <= now:
+            self._apply(due[0], core.TimePassed(), now)
 
-def producer_failed(payload: PayloadId, cause: str) -> ProducerFailed:
-    """The error that tells a receiver why `payload` will not come."""
-    return ProducerFailed(
-        f"the sender failed {payload.encode()}: {cause}",
-        request_id=payload.transfer_id,
-        key=payload.encode(),
-        rank=payload.source_rank,
-    )
+    def clear(self, now: float) -> None:
+        """Nothing; ends every life and forgets all, as a sender does that closes."""
+        for payload in list(self._records):
+            self._apply(payload, core.Close(), now)
+        self._leases.clear()
+        self._ended.clear()
+        self._records.clear()
+
+    def _record_of(self, ticket: Ticket) -> _Record[Room] | None:
+        record = self._records.get(ticket.payload)
+        is_it = record is not None and record.life.generation == ticket.generation and record.life.has_room
+        return record if is_it else None
+
+    def _end_lease(self, lease: int, event: Event, now: float) -> None:
+        payload = self._leases.get(lease)
+        if payload is None:
+            return
+        self._apply(payload, event, now)
+        record = self._records.get(payload)
+        if record is None or all(grip.lease != lease for grip in record.life.grips):
+            del self._leases[lease]
+
+    def _apply(self, payload: PayloadId, event: Event, now: float) -> None:
+        record = self._records.get(payload) or _Record()
+        before = record.life
+        life, effects = core.step(before, event, now)
+        if life is before:
+            return
+        record.life = life
+        self._records[payload] = record
+        self._note(payload, before, life)
+        for effect in effects:
+            if effect is Effect.LOOK_AGAIN:
+                self._look_again(payload)
+            elif record.room is not None:
+                room, record.room = record.room, None
+                self._free(room)
+
+    def _note(self, payload: PayloadId, before: Life, life: Life) -> None:
+        """Keeps the counts, the due times and the bounds in step with a life."""
+        self._ready += (life.phase is Phase.READY) - (before.phase is Phase.READY)
+        if life.expires_at != before.expires_at:
+            self._due.pop(payload, None)
+            if life.expires_at is not None:
+                self._due[payload] = life.expires_at
+        if life.is_over and not before.is_over:
+            self._ends[life.phase.value] += 1
+        self._ended.pop(payload, None)
+        if life.has_room:
+            return
+        if life.phase is Phase.ABSENT and not life.interest:
+            del self._records[payload]
+        elif life.is_over:
+            self._ended[payload] = None
+            if len(self._ended) > MAX_ENDS:
+                oldest = next(iter(self._ended))
+                del self._ended[oldest], self._records[oldest]

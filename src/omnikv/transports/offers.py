@@ -2,26 +2,31 @@
 
 Where payloads lie and how a target comes to see one is the transport's own, as a `Shelf`: shared memory is pointed at,
 a stream is sent. What is asked, answered, leased, acknowledged and given back is the same everywhere.
+
+A target asks with Want. The answer comes at once, or, where the ask is patient, when there is one: the shelf shows the
+payload, or Over says how its life ended. Whoever waits, holds a lease or sent Interest keeps the payload from expiring;
+the end of a connection ends all three.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, Protocol, TypeVar
 
 from omnikv.core.keys import PayloadId
-from omnikv.core.messages import Absent, Ack, Failed, Return, Unwant, Want
+from omnikv.core.lease import End
+from omnikv.core.messages import Absent, Ack, Interest, Over, Return, Unwant, Want
 from omnikv.errors import ConfigError, RemoteProtocolError, TransportError
-from omnikv.transports.base import Endpoint, Slot
+from omnikv.transports.base import MAX_ASKS, Endpoint, PutRequest, Slot
 from omnikv.transports.bell import Bell
-from omnikv.transports.ledger import Entry, Ledger, PayloadState
+from omnikv.transports.ledger import Ledger, Ticket
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Link
-
-# How many asks of one peer are remembered; a peer that has more in flight breaks the protocol.
-MAX_ASKS = 4096
+from omnikv.transports.waiting_room import WaitingRoom
 
 Room = TypeVar("Room")
 
@@ -64,9 +69,9 @@ class Shelf(Protocol[Room]):
 class PairSlot(Slot):
     """Room for one payload at its sender."""
 
-    def __init__(self, offers: Offers[Any], entry: Entry[Any], view: memoryview) -> None:
+    def __init__(self, offers: Offers[Any], ticket: Ticket, view: memoryview) -> None:
         self._offers = offers
-        self._entry = entry
+        self._ticket = ticket
         self._view = view
 
     @property
@@ -76,18 +81,15 @@ class PairSlot(Slot):
 
     def publish(self) -> None:
         """Make the payload readable and tell a receiver that waits for it."""
-        self._offers.publish(self._entry)
+        self._offers.publish(self._ticket)
 
     def drop(self) -> None:
         """Give the room back unless the payload was published."""
-        self._offers.drop(self._entry)
+        self._offers.drop(self._ticket)
 
 
 class Offers(Generic[Room]):
     """What one source rank offers. Methods named like the transport's take the lock; the rest is called with it."""
-
-    # Nothing that a source does has its time.
-    due_at: float | None = None
 
     def __init__(
         self,
@@ -98,64 +100,77 @@ class Offers(Generic[Room]):
         require_open: Callable[[], None],
     ) -> None:
         self.loop: LinkLoop
+        # When the loop looks for what has expired; it stays set when nothing is due any more, which saves waking it.
+        self.due_at: float | None = None
         self._name = name
         self._endpoint = endpoint
         self._shelf = shelf
         self._lock = lock
         self._require_open = require_open
         self._settled = Bell(lock)
-        self._ledger: Ledger[Room] = Ledger(name, shelf.give)
-        # Who waits for a payload, first come first served; and by link and ask, for asks that are taken back.
+        self._waiting_room = WaitingRoom(name, lock, self._settled)
+        self._ledger: Ledger[Room] = Ledger(name, ttl_s=endpoint.payload_ttl_s, free=self._free, look_again=self._serve)
+        # Who waits for a payload, first come first served; and by link, what it asks for and what it has announced.
         self._waiting: dict[PayloadId, dict[tuple[Link, int], None]] = {}
         self._asks: dict[Link, dict[int, PayloadId]] = {}
+        self._announced: dict[Link, set[PayloadId]] = {}
 
-    def reserve(self, payload: PayloadId, nbytes: int) -> PairSlot:
-        """Room for a payload; finding it may take long and happens outside of the lock."""
-        with self._lock:
-            self._require_open()
-            entry = self._ledger.reserve(payload, nbytes)
+    def reserve_all(self, requests: Sequence[PutRequest], deadline: float) -> list[Slot]:
+        """Room for all payloads or for none; finding it may take long and happens outside of the lock."""
+        tickets: list[Ticket] = []
         with ExitStack() as on_failure:
-            # Long enough to be interrupted; the identity must be free again whatever ends it.
-            on_failure.callback(self.drop, entry)
-            try:
-                (room,) = self._shelf.take([nbytes])
-            except TransportError as error:
-                error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
-                raise
+            # Long enough to be interrupted; the identities must be free again whatever ends it.
+            on_failure.callback(self._drop_all, tickets)
+            with self._lock:
+                self._require_open()
+                for wanted in requests:
+                    readers = wanted.num_readers or self._endpoint.num_readers
+                    tickets.append(self._ledger.reserve(wanted.payload, readers, time.monotonic()))
+            rooms = self._admit(requests, deadline)
+            with self._lock:
+                # Where it is closed by now, the shelf is too, and the rooms with it.
+                self._require_open()
+                self._shelf.taken()
+                for ticket, room in zip(tickets, rooms, strict=True):
+                    self._ledger.furnish(ticket, room)
             on_failure.pop_all()
-        with self._lock:
-            self._shelf.taken()
-            if entry.state is PayloadState.GONE:
-                raise TransportError(
-                    f"{self._name}: closed while room for {payload.encode()} was found", transport=self._name
-                )
-            entry.room = room
-        return PairSlot(self, entry, self._shelf.view(room))
+        return [PairSlot(self, ticket, self._shelf.view(room)) for ticket, room in zip(tickets, rooms, strict=True)]
 
-    def publish(self, entry: Entry[Room]) -> None:
+    def publish(self, ticket: Ticket) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""
         with self._lock:
             self._require_open()
-            self._ledger.publish(entry)
-            self._serve(entry.payload)
+            self._ledger.publish(ticket, time.monotonic())
+            self._set_alarm()
 
-    def drop(self, entry: Entry[Room]) -> None:
+    def drop(self, ticket: Ticket) -> None:
         """End the payload unless it was published."""
         with self._lock:
-            self._ledger.drop(entry)
+            self._ledger.drop(ticket, time.monotonic())
 
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell every receiver that waits, and remember it for those who ask later."""
         with self._lock:
             self._require_open()
-            self._ledger.fail(payload, cause)
-            self._serve(payload)
+            self._ledger.fail(payload, cause, time.monotonic())
+            self._settled.ring()
+
+    def abort(self, payload: PayloadId, cause: str) -> None:
+        """As `fail`, for a payload that nobody needs any more."""
+        with self._lock:
+            self._require_open()
+            self._ledger.abort(payload, cause, time.monotonic())
             self._settled.ring()
 
     def drain(self, deadline: float) -> int:
         """How many payloads are still not acknowledged once all are, or `deadline` passes."""
         self._settled.wait_for(lambda: self._ledger.unacknowledged == 0 or None, deadline)
         return self._ledger.unacknowledged
+
+    def census(self) -> dict[str, int]:
+        """How many payloads stand where, and how many lives have ended in which way."""
+        with self._lock:
+            return self._ledger.census()
 
     def link_ready(self, link: Link) -> None:
         """A target is there; an earlier life of it is over, so its leases come back first."""
@@ -164,6 +179,7 @@ class Offers(Generic[Room]):
             if other.seat == link.seat and other.peer and other.peer.incarnation != link.peer.incarnation:
                 self.loop.forget(other)
         self._asks[link] = {}
+        self._announced[link] = set()
         self._shelf.link_ready(link)
 
     def link_refused(self, link: Link) -> None:
@@ -171,17 +187,23 @@ class Offers(Generic[Room]):
         self.link_gone(link)
 
     def link_gone(self, link: Link) -> None:
-        """What the target had leased is ready again."""
+        """What the target had leased is ready again, and what it was interested in may expire."""
+        now = time.monotonic()
         for ask in list(self._asks.get(link, ())):
             self._forget_ask(link, ask)
         self._asks.pop(link, None)
+        for payload in self._announced.pop(link, ()):
+            self._ledger.no_interest(payload, link, now)
         self._shelf.link_gone(link)
-        for payload in self._ledger.leave(link):
-            self._serve(payload)
+        self._ledger.leave(link, now)
+        self._set_alarm()
         self._settled.ring()
 
     def on_time(self, now: float) -> None:
-        """Nothing; never called."""
+        """Something may have expired."""
+        self._ledger.expire(now)
+        self.due_at = self._ledger.next_expiry
+        self._settled.ring()
 
     def handle(self, link: Link, message: Any, extra: Any) -> None:
         """A target asks, takes back, acknowledges or returns."""
@@ -190,60 +212,108 @@ class Offers(Generic[Room]):
         if isinstance(message, Want):
             self._want(link, message)
         elif isinstance(message, Ack):
-            if self._ledger.acknowledge(message.lease, link) is not None:
-                self._settled.ring()
-        elif isinstance(message, Return):
-            payload = self._ledger.give_back(message.lease, link)
-            if payload is not None:
-                self._serve(payload)
+            self._ledger.acknowledge(message.lease, link, time.monotonic())
             self._settled.ring()
+        elif isinstance(message, Return):
+            self._ledger.give_back(message.lease, link, time.monotonic())
         elif isinstance(message, Unwant):
             self._forget_ask(link, message.ask)
+        elif isinstance(message, Interest):
+            self._note_interest(link, message)
+        self._set_alarm()
 
     def stopped(self, error: BaseException | None) -> None:
-        """Nothing is offered any more; `drain` ends."""
-        self._ledger.clear()
+        """Nothing is offered any more; `drain` ends, and so does waiting for room."""
+        self._ledger.clear(time.monotonic())
         self._shelf.close()
         self._settled.ring()
+
+    def _admit(self, requests: Sequence[PutRequest], deadline: float) -> list[Room]:
+        sizes = [wanted.nbytes for wanted in requests]
+        try:
+            return self._waiting_room.admit(lambda: self._shelf.take(sizes), deadline, self._while_waiting)
+        except TransportError as error:
+            payload = requests[0].payload
+            error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
+            raise
+
+    def _while_waiting(self) -> float:
+        self._require_open()
+        # What expires is freed by the loop's thread.
+        return math.inf
+
+    def _drop_all(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self.drop(ticket)
+
+    def _free(self, room: Room) -> None:
+        self._shelf.give(room)
+        self._waiting_room.freed()
+
+    def _set_alarm(self) -> None:
+        due_at = self._ledger.next_expiry
+        if due_at is not None and (self.due_at is None or due_at < self.due_at):
+            self.due_at = due_at
+            self.loop.wake_by(due_at)
 
     def _want(self, link: Link, want: Want) -> None:
         asks = self._asks[link]
         if want.ask in asks or len(asks) >= MAX_ASKS:
             raise RemoteProtocolError(f"ask {want.ask} is in flight already, or more than {MAX_ASKS} are")
+        payload = self._payload_of(link, want)
+        if self._answer(link, want.ask, payload):
+            return
+        if not want.patient:
+            link.send(Absent(want.ask))
+            return
+        asks[want.ask] = payload
+        self._waiting.setdefault(payload, {})[link, want.ask] = None
+        self._ledger.interest(payload, (link, want.ask), time.monotonic())
+
+    def _note_interest(self, link: Link, said: Interest) -> None:
+        announced, payload, now = self._announced[link], self._payload_of(link, said), time.monotonic()
+        if not said.is_given:
+            announced.discard(payload)
+            self._ledger.no_interest(payload, link, now)
+            return
+        if len(announced) >= MAX_ASKS:
+            # Only now, since an end takes interest back without looking for who had announced it.
+            announced.intersection_update([one for one in announced if self._ledger.is_interested(one, link)])
+        if len(announced) >= MAX_ASKS:
+            raise RemoteProtocolError(f"more than {MAX_ASKS} payloads are announced; take some back")
+        announced.add(payload)
+        self._ledger.interest(payload, link, now)
+
+    def _payload_of(self, link: Link, said: Want | Interest) -> PayloadId:
         assert link.seat is not None
         try:
-            payload = PayloadId(
+            return PayloadId(
                 edge=self._endpoint.edge,
-                transfer_id=want.transfer_id,
-                role=want.role,
-                attempt=want.attempt,
+                transfer_id=said.transfer_id,
+                role=said.role,
+                attempt=said.attempt,
                 source_rank=self._endpoint.rank,
                 target_rank=link.seat.rank,
             )
         except ConfigError as error:
             raise RemoteProtocolError(f"an ask for no payload: {error}") from error
-        asks[want.ask] = payload
-        self._waiting.setdefault(payload, {})[link, want.ask] = None
-        self._serve(payload)
-        if not want.patient and want.ask in asks:
-            self._forget_ask(link, want.ask)
-            link.send(Absent(want.ask))
 
     def _serve(self, payload: PayloadId) -> None:
-        """Answer those who wait for `payload`, as far as it can be answered now."""
-        cause = self._ledger.failure(payload)
-        while waiting := self._waiting.get(payload):
-            link, ask = next(iter(waiting))
-            if cause is not None:
+        """Answer those who wait for `payload`, as far as they can be answered now."""
+        for link, ask in list(self._waiting.get(payload, ())):
+            if self._answer(link, ask, payload):
                 self._forget_ask(link, ask)
-                link.send(Failed(ask, cause))
-                continue
-            entry = self._ledger.lease(payload, link)
-            if entry is None:
-                return
-            assert entry.room is not None
-            self._forget_ask(link, ask)
-            self._shelf.show(link, ask, entry.lease, entry.room)
+
+    def _answer(self, link: Link, ask: int, payload: PayloadId) -> bool:
+        assert link.seat is not None
+        told = self._ledger.ask(payload, link.seat.reader, link, time.monotonic())
+        if told is None:
+            return False
+        if isinstance(told, End):
+            link.send(Over(ask, told.how, told.generation, told.cause))
+        else:
+            self._shelf.show(link, ask, told.lease, told.room)
+        return True
 
     def _forget_ask(self, link: Link, ask: int) -> None:
         payload = self._asks[link].pop(ask, None)
@@ -252,3 +322,4 @@ class Offers(Generic[Room]):
             del waiting[link, ask]
             if not waiting:
                 del self._waiting[payload]
+            self._ledger.no_interest(payload, (link, ask), time.monotonic())

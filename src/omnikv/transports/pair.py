@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from omnikv.core.keys import PayloadId
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, PROTOCOL_VERSION, Hello
-from omnikv.errors import ConfigError, OmniKVError, TransportError
-from omnikv.transports.base import Endpoint, Transport
+from omnikv.errors import ConfigError, TransportError
+from omnikv.transports.base import Endpoint
 from omnikv.transports.link_loop import LinkLoop, Sockets
-from omnikv.transports.offers import Offers, PairSlot, Shelf
-from omnikv.transports.pairing import describe, require_payload, require_size
-from omnikv.transports.wants import PairLease, Wants, Window
+from omnikv.transports.offers import Offers, Shelf
+from omnikv.transports.pairing import describe
+from omnikv.transports.sided import SidedTransport
+from omnikv.transports.wants import Wants
+from omnikv.transports.window import Window
 
 
-class PairTransport(Transport):
+class PairTransport(SidedTransport):
     """Moves payloads of one rank to or from processes that it is connected to. `counters` counts trouble with peers.
 
     `shelf` is called at a source, `window` at a target, before anything comes over a link.
@@ -36,12 +37,10 @@ class PairTransport(Transport):
     def __init__(
         self, endpoint: Endpoint, sockets: Sockets, *, shelf: Callable[[], Shelf[Any]], window: Callable[[], Window]
     ) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint)
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._source: Offers[Any] | None = None
-        self._target: Wants | None = None
         role: Offers[Any] | Wants
         if endpoint.side == "source":
             role = self._source = Offers(self.name, endpoint, shelf(), self._lock, self._require_open)
@@ -56,59 +55,6 @@ class PairTransport(Transport):
         """How often each kind of trouble with a peer happened."""
         return self._loop.counters
 
-    def reserve(self, payload: PayloadId, nbytes: int) -> PairSlot:
-        """Room for a payload of `nbytes`, to be written in place and published.
-
-        Raises:
-            PutRejected: no room (`retryable` when room can come back), or `payload` is already live here.
-            ConfigError: the payload is not this source's, or `nbytes` is negative.
-            TransportError: this transport is closed.
-        """
-        source = self._as_source(payload)
-        require_size(self.name, "a payload's size", nbytes, at_least=0)
-        return source.reserve(payload, nbytes)
-
-    def get(self, payload: PayloadId, *, deadline: float) -> PairLease | None:
-        """A lease on the payload as soon as it is ready, or None when it is still absent at `deadline`.
-
-        Raises:
-            ProducerFailed: the sender failed it, or its connection ended while this call waited.
-            ConnectError: the pair is refused: facts or identity differ, or the peer runs as another user.
-            ConfigError: the payload is not this target's.
-            TransportError: this transport is closed.
-        """
-        _, outcome = next(self.get_as_ready([payload], deadline=deadline), (payload, None))
-        if isinstance(outcome, OmniKVError):
-            raise outcome
-        return outcome
-
-    def get_as_ready(
-        self, payloads: Sequence[PayloadId], *, deadline: float
-    ) -> Generator[tuple[PayloadId, PairLease | OmniKVError], None, None]:
-        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
-
-        Raises:
-            ConfigError: a payload is not this target's.
-            TransportError: this transport is closed.
-        """
-        for payload in payloads:
-            require_payload(self.name, self._endpoint, payload, "target")
-        assert self._target is not None
-        yield from self._target.get_as_ready(payloads, deadline)
-
-    def fail(self, payload: PayloadId, cause: str) -> None:
-        """Tell the receiver that this payload will not come, with the cause in words; idempotent.
-
-        Raises:
-            ConfigError: the payload is not this source's.
-            TransportError: this transport is closed.
-        """
-        self._as_source(payload).fail(payload, cause)
-
-    def drain(self, *, deadline: float) -> int:
-        """How many published payloads are still not acknowledged once all are, or `deadline` passes."""
-        return 0 if self._source is None else self._source.drain(deadline)
-
     def close(self) -> None:
         """Stop serving, end the thread, give descriptors and memory back; views stay readable. Idempotent."""
         if os.getpid() != self._pid:
@@ -116,11 +62,6 @@ class PairTransport(Transport):
         with self._lock:
             self._closed = True
         self._loop.close()
-
-    def _as_source(self, payload: PayloadId) -> Offers[Any]:
-        require_payload(self.name, self._endpoint, payload, "source")
-        assert self._source is not None
-        return self._source
 
     def _require_open(self) -> None:
         if os.getpid() != self._pid:

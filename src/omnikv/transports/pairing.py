@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import Hello
-from omnikv.errors import ConfigError
-from omnikv.transports.base import Endpoint, Side
+from omnikv.errors import Aborted, ConfigError, ProducerFailed
+from omnikv.transports.base import Endpoint, PutRequest, Side
+
+# How long after its death a source may take to come back before nobody waits for it any more.
+RETURN_S = 0.5
 
 
 def fact_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
@@ -52,6 +55,19 @@ def require_size(transport: str, name: str, nbytes: object, *, at_least: int) ->
         raise ConfigError(f"{transport}: {name} must be a whole number of bytes, at least {at_least}, got {nbytes!r}")
 
 
+def require_put(transport: str, endpoint: Endpoint, wanted: PutRequest) -> None:
+    """Nothing, when `endpoint` may put what is wanted.
+
+    Raises:
+        ConfigError: the payload is not this source's, its size is none, or its target rank has not so many readers.
+    """
+    require_payload(transport, endpoint, wanted.payload, "source")
+    require_size(transport, "a payload's size", wanted.nbytes, at_least=0)
+    readers, most = wanted.num_readers, endpoint.num_readers
+    if readers is not None and not (isinstance(readers, int) and 1 <= readers <= most):
+        raise ConfigError(f"{transport}: num_readers must be 1 to {most} at {describe(endpoint)}, got {readers!r}")
+
+
 def require_payload(transport: str, endpoint: Endpoint, payload: PayloadId, side: Side) -> None:
     """Nothing, when `endpoint` is the `side` end of `payload`.
 
@@ -63,7 +79,7 @@ def require_payload(transport: str, endpoint: Endpoint, payload: PayloadId, side
     if side == "target":
         own, peer = peer, own
     if endpoint.side != side:
-        verb = "reserve and fail" if side == "source" else "get"
+        verb = "reserve, fail and abort" if side == "source" else "get and announce"
         raise ConfigError(f"{transport}: only a {side} may {verb}, this is {describe(endpoint)}")
     if payload.edge != endpoint.edge or own != endpoint.rank:
         raise ConfigError(f"{transport}: payload {payload.encode()} is not one of {describe(endpoint)}")
@@ -72,3 +88,31 @@ def require_payload(transport: str, endpoint: Endpoint, payload: PayloadId, side
             f"{transport}: payload {payload.encode()} names peer rank {peer}, but {describe(endpoint)} deals with "
             f"{list(endpoint.peer_ranks)}; check the route"
         )
+
+
+def lost_source(transport: str, source: str, payload: PayloadId) -> ProducerFailed:
+    """The error for one who waits for `payload` when its source is lost, which `source` names in words."""
+    return _will_not_come(f"{transport}: {source} closed its connection before {payload.encode()} came", payload)
+
+
+def dead_source(transport: str, source: str, payload: PayloadId, *, since_s: float) -> ProducerFailed:
+    """The error for one who asks for `payload` so long after its source was lost."""
+    return _will_not_come(
+        f"{transport}: {source} closed its connection {since_s:.1f} s ago and has not come back, so {payload.encode()} "
+        "will not come",
+        payload,
+    )
+
+
+def _will_not_come(words: str, payload: PayloadId) -> ProducerFailed:
+    return ProducerFailed(words, request_id=payload.transfer_id, key=payload.encode(), rank=payload.source_rank)
+
+
+def withdrawn(transport: str, payload: PayloadId) -> Aborted:
+    """The error for one who waits for `payload` when this receiver itself does not want it any more."""
+    return Aborted(
+        f"{transport}: {payload.encode()} was withdrawn by this receiver while it waited",
+        request_id=payload.transfer_id,
+        key=payload.encode(),
+        rank=payload.target_rank,
+    )

@@ -10,7 +10,7 @@ from omnikv.transports.links import Link
 from omnikv.transports.shm_address import is_sealed
 from omnikv.transports.shm_map import map_for_reading
 from omnikv.transports.shm_pool import MAX_SEGMENTS
-from omnikv.transports.wants import Arrival
+from omnikv.transports.window import Arrival
 
 
 class ShmWindow:

@@ -1,6 +1,9 @@
 """The receiving role of a transport between processes: what it asked for, what came of it, and the leases it holds.
 
 How a payload becomes visible here is the transport's own, as a `Window`: memory is mapped, or a stream is received.
+
+A source that is absent is waited for, as its payloads are. One that was there and has died is not: whoever waits for it
+is told at once, and so is whoever asks later, unless its next life came within `RETURN_S` of the death.
 """
 
 from __future__ import annotations
@@ -9,98 +12,28 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from omnikv.core.keys import PayloadId
-from omnikv.core.messages import Absent, Ack, Failed, Return, Unwant, Want
+from omnikv.core.lease import End, error_of
+from omnikv.core.messages import Absent, Ack, Interest, Over, Return, Unwant, Want
 from omnikv.errors import (
+    ConfigError,
     ConnectError,
-    LocalProtocolError,
     OmniKVError,
     ProducerFailed,
     TransportError,
 )
-from omnikv.transports.base import Endpoint, Lease, Seat
+from omnikv.transports.base import MAX_ASKS, Endpoint, Seat
 from omnikv.transports.bell import Bell
-from omnikv.transports.ledger import producer_failed
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
-from omnikv.transports.pairing import describe
+from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, withdrawn
+from omnikv.transports.window import PairLease, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
-
-
-def _nothing() -> None:
-    """What most leases have to free here when they end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A payload that is whole and readable here: which ask it answers, its lease at the source, and its bytes.
-
-    `free` is called once, with the lock, when the lease ends, for transports that hold memory of their own under it.
-    """
-
-    ask: int
-    lease: int
-    view: memoryview
-    free: Callable[[], None] = _nothing
-
-
-class Window(Protocol):
-    """How a target comes to see what its sources show. Called with the lock."""
-
-    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | None:
-        """A source said something that is no plain answer; the payload that became readable by it, if one did.
-
-        Raises:
-            RemoteProtocolError: it may not be said, or not now.
-        """
-
-    def link_ready(self, link: Link) -> None:
-        """A source is there that has shown nothing yet."""
-
-    def link_gone(self, link: Link) -> None:
-        """A source is gone; nothing more comes from it."""
-
-    def close(self) -> None:
-        """Nothing more is wanted; what is leased still may stay readable where the medium allows it."""
-
-
-class PairLease(Lease):
-    """A payload that came over a link. Its bytes may outlive the sender as long as a view of them does."""
-
-    def __init__(self, wants: Wants, link: Link, arrival: Arrival) -> None:
-        self._wants = wants
-        self._link = link
-        self.arrival = arrival
-        # Never released by hand: tensors made from it keep it, and with it a mapping, alive.
-        self._view: memoryview | None = arrival.view
-
-    @property
-    def buffer(self) -> memoryview:
-        """The payload's bytes, valid until acknowledged or released, never to be written.
-
-        Raises:
-            LocalProtocolError: it was acknowledged or released.
-        """
-        if self._view is None:
-            raise LocalProtocolError("this lease has ended, its bytes are the sender's again; get it once more")
-        return self._view
-
-    def acknowledge(self) -> None:
-        """End the payload's life."""
-        self._end(Ack(self.arrival.lease))
-
-    def release(self) -> None:
-        """Give the payload back unread."""
-        self._end(Return(self.arrival.lease))
-
-    def _end(self, message: Ack | Return) -> None:
-        if self._view is not None:
-            self._view = None
-            self._wants.end_lease(self._link, self.arrival, message)
 
 
 class _Ask:
@@ -135,11 +68,18 @@ class _Ask:
         self.changed.ring()
 
 
-class Wants:
-    """What one target rank asks for. `get_as_ready` and `end_lease` take the lock; the rest is called with it."""
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """When a source that had been met was lost, and which process it was."""
 
-    # Nothing that a target does has its time; whoever waits has a deadline.
-    due_at: float | None = None
+    at: float
+    who: str
+
+
+class Wants:
+    """What one target rank asks for. Methods that the transport or a lease calls take the lock; the rest is called
+    with it.
+    """
 
     def __init__(
         self, name: str, endpoint: Endpoint, window: Window, lock: threading.Lock, require_open: Callable[[], None]
@@ -154,6 +94,8 @@ class Wants:
         self._refused: dict[Seat, Link] = {}
         self._asks: dict[int, _Ask] = {}
         self._next_ask = 1
+        self._deaths: dict[Seat, _Death] = {}
+        self._announced: dict[PayloadId, None] = {}
 
     def get_as_ready(
         self, payloads: Sequence[PayloadId], deadline: float
@@ -189,11 +131,40 @@ class Wants:
                 for ask in asks.values():
                     self._take_back(ask)
 
-    def end_lease(self, link: Link, arrival: Arrival, message: Ack | Return) -> None:
+    def announce(self, payloads: Sequence[PayloadId]) -> None:
+        """Tell the sources, now or when they are met, that this target will come for the payloads."""
+        with self._lock:
+            self._require_open()
+            new = [payload for payload in dict.fromkeys(payloads) if payload not in self._announced]
+            if len(self._announced) + len(new) > MAX_ASKS:
+                raise ConfigError(
+                    f"{self._name}: {len(self._announced)} payloads are announced and {len(new)} more would be over "
+                    f"{MAX_ASKS}; take some back"
+                )
+            for payload in new:
+                self._announced[payload] = None
+                self._send_interest(payload, is_given=True)
+
+    def withdraw(self, payloads: Sequence[PayloadId]) -> None:
+        """Take announcements back; whoever waits for one of the payloads here is told."""
+        with self._lock:
+            for payload in payloads:
+                if self._announced.pop(payload, payload) is None:
+                    self._send_interest(payload, is_given=False)
+            for ask in list(self._asks.values()):
+                if ask.payload in payloads and not ask.is_settled:
+                    if ask.link is not None:
+                        ask.link.send(Unwant(ask.number))
+                    ask.settle(error=withdrawn(self._name, ask.payload))
+
+    def end_lease(self, link: Link, lease: PairLease, message: Ack | Return) -> None:
         """Tell the source; when it is gone, it knows already."""
         with self._lock:
-            arrival.free()
+            lease.arrival.free()
             link.send(message)
+            if isinstance(message, Ack):
+                # The source takes the announcement for done.
+                self._announced.pop(lease.payload, None)
 
     def is_expected(self, link: Link, ask: int) -> bool:
         """Whether an answer to `ask` over `link` is still wanted; one that is not may be thrown away as it comes."""
@@ -211,7 +182,11 @@ class Wants:
                 return
             self.loop.forget(current)
         self._sources[link.seat] = link
+        self._deaths.pop(link.seat, None)
         self._window.link_ready(link)
+        for payload in self._announced:
+            if payload.source_rank == link.seat.rank:
+                self._send_interest(payload, is_given=True)
         for ask in self._asks_of(link.seat):
             if ask.link is None:
                 self._send(link, ask)
@@ -229,6 +204,8 @@ class Wants:
         """A source died or closed: whoever had asked it is told at once."""
         if link.seat is None:
             return
+        if self._sources.get(link.seat) is link and link.refusal is None:
+            self._deaths[link.seat] = _Death(time.monotonic(), link.who)
         self._drop(link)
         for ask in self._asks_of(link.seat):
             if ask.link is link:
@@ -236,25 +213,39 @@ class Wants:
             elif ask.link is None and not ask.is_patient and not self.loop.is_greeting(link.seat):
                 ask.settle(is_absent=True)
 
+    @property
+    def due_at(self) -> float | None:
+        """When the next ask for a dead source is given up, unless it has come back by then."""
+        if not self._deaths or not self._asks:
+            return None
+        times = [death.at + RETURN_S for seat, death in self._deaths.items() if self._orphans_of(seat)]
+        return min(times, default=None)
+
     def on_time(self, now: float) -> None:
-        """Nothing; never called."""
+        """A dead source has had its time to come back."""
+        for seat, death in self._deaths.items():
+            if now >= death.at + RETURN_S:
+                for ask in self._orphans_of(seat):
+                    ask.settle(error=self._dead(seat, ask.payload, now))
 
     def handle(self, link: Link, message: Any, extra: Any) -> None:
         """A source answers an ask, or shows something."""
-        if isinstance(message, Failed | Absent) and not extra:
+        if isinstance(message, Over | Absent) and not extra:
             if not self.is_expected(link, message.ask):
                 return
             ask = self._asks[message.ask]
             if isinstance(message, Absent):
                 ask.settle(is_absent=True)
             else:
-                ask.settle(error=producer_failed(ask.payload, message.cause))
+                self._announced.pop(ask.payload, None)
+                ask.settle(error=error_of(ask.payload, End(message.how, message.generation, message.cause)))
             return
         arrival = self._window.handle(link, message, extra)
         if arrival is None:
             return
         if self.is_expected(link, arrival.ask):
-            self._asks[arrival.ask].settle(lease=PairLease(self, link, arrival))
+            ask = self._asks[arrival.ask]
+            ask.settle(lease=PairLease(ask.payload, arrival, partial(self.end_lease, link)))
         else:
             arrival.free()
             link.send(Return(arrival.lease))
@@ -286,10 +277,20 @@ class Wants:
         if link is not None:
             self._send(link, ask)
         try:
-            if ask.link is None and self.loop.knock(seat) is not Knock.ANSWERED and not ask.is_patient:
-                ask.settle(is_absent=True)
+            if ask.link is None and self.loop.knock(seat) is not Knock.ANSWERED:
+                self._miss(ask, seat)
         except ConnectError as error:
             ask.settle(error=error)
+
+    def _miss(self, ask: _Ask, seat: Seat) -> None:
+        """Nothing; an ask for a source that is not there is settled, or will be in time."""
+        death, now = self._deaths.get(seat), time.monotonic()
+        if death is not None and now >= death.at + RETURN_S:
+            ask.settle(error=self._dead(seat, ask.payload, now))
+        elif not ask.is_patient:
+            ask.settle(is_absent=True)
+        elif death is not None:
+            self.loop.wake_by(death.at + RETURN_S)
 
     def _send(self, link: Link, ask: _Ask) -> None:
         ask.link = link
@@ -298,6 +299,11 @@ class Wants:
         if link.is_over:
             # It was dead before it was asked, so this ask is one for its next life.
             ask.link = None
+
+    def _send_interest(self, payload: PayloadId, *, is_given: bool) -> None:
+        link = self._sources.get(Seat(payload.source_rank))
+        if link is not None:
+            link.send(Interest(payload.transfer_id, payload.role, payload.attempt, is_given))
 
     def _take_back(self, ask: _Ask) -> None:
         self._asks.pop(ask.number, None)
@@ -318,6 +324,16 @@ class Wants:
     def _asks_of(self, seat: Seat) -> list[_Ask]:
         return [ask for ask in self._asks.values() if ask.payload.source_rank == seat.rank and not ask.is_settled]
 
+    def _orphans_of(self, seat: Seat) -> list[_Ask]:
+        """The asks for a source that nobody answers for, and that nobody is about to."""
+        if self.loop.is_greeting(seat):
+            return []
+        return [ask for ask in self._asks_of(seat) if ask.link is None]
+
+    def _dead(self, seat: Seat, payload: PayloadId, now: float) -> ProducerFailed:
+        death = self._deaths[seat]
+        return dead_source(self._name, f"source {seat} ({death.who})", payload, since_s=now - death.at)
+
     def _refusal(self, link: Link, payload: PayloadId) -> ConnectError:
         return ConnectError(
             f"{self._name}: source {link.seat} and {describe(self._endpoint)} do not fit: {link.refusal}",
@@ -328,9 +344,4 @@ class Wants:
         )
 
     def _lost(self, link: Link, payload: PayloadId) -> ProducerFailed:
-        return ProducerFailed(
-            f"{self._name}: source {link.seat} ({link.who}) closed its connection before {payload.encode()} came",
-            request_id=payload.transfer_id,
-            key=payload.encode(),
-            rank=payload.source_rank,
-        )
+        return lost_source(self._name, f"source {link.seat} ({link.who})", payload)

@@ -1,0 +1,85 @@
+"""Where requests wait for a sender's memory: the threads behind the row of `omnikv.core.admission`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from omnikv.core import admission
+from omnikv.errors import PutRejected
+from omnikv.transports.bell import Bell
+
+Taken = TypeVar("Taken")
+
+
+class WaitingRoom:
+    """Lets requests at a memory of limited size, first come first served. `lock` guards the row and is `bell`'s."""
+
+    def __init__(self, transport: str, lock: threading.Lock, bell: Bell) -> None:
+        self._transport = transport
+        self._lock = lock
+        self._bell = bell
+        self._row = admission.Row()
+        self._next_ticket = 1
+        # Whom the row lets try, and at which count of freed rooms.
+        self._turns: dict[int, int] = {}
+
+    def freed(self) -> None:
+        """Nothing; room came back. Call with the lock."""
+        self._step(admission.RoomFreed())
+
+    def admit(self, take: Callable[[], Taken], deadline: float, look: Callable[[], float]) -> Taken:
+        """What `take` gives, as soon as there is room. `take` is called without the lock; call this without it.
+
+        `look` is called with the lock before this waits: it may raise, and says when to look again at the latest.
+
+        Raises:
+            PutRejected: `take` says that there is never enough room, or there was none by `deadline`.
+        """
+        with self._lock:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+        is_patient = deadline > time.monotonic()
+        no_room: PutRejected | None = None
+        try:
+            with self._lock:
+                self._step(admission.Arrive(ticket, is_patient))
+            while (freed := self._wait(ticket, deadline, look)) is not None:
+                try:
+                    return take()
+                except PutRejected as error:
+                    if not error.retryable:
+                        raise
+                    no_room = error
+                with self._lock:
+                    self._step(admission.NoRoom(ticket, is_patient, freed))
+            raise no_room or self._behind_others()
+        finally:
+            # A raised error refers to this frame, which must not refer to it.
+            no_room = None
+            with self._lock:
+                self._turns.pop(ticket, None)
+                self._step(admission.Leave(ticket))
+
+    def _wait(self, ticket: int, deadline: float, look: Callable[[], float]) -> int | None:
+        while True:
+            with self._lock:
+                until = min(deadline, look())
+            freed = self._bell.wait_for(lambda: self._turns.pop(ticket, None), until)
+            if freed is not None or time.monotonic() >= deadline:
+                return freed
+
+    def _step(self, event: admission.Event) -> None:
+        self._row, turns = admission.step(self._row, event)
+        for turn in turns:
+            self._turns[turn.ticket] = turn.freed
+            self._bell.ring()
+
+    def _behind_others(self) -> PutRejected:
+        return PutRejected(
+            f"{self._transport}: {len(self._row.waiting)} requests wait for room already; wait too, or send later",
+            retryable=True,
+            transport=self._transport,
+        )

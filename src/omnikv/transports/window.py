@@ -1,0 +1,88 @@
+"""How a target comes to see what its sources show: what a transport between processes brings for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from omnikv.core.keys import PayloadId
+from omnikv.core.messages import Ack, Return
+from omnikv.errors import LocalProtocolError
+from omnikv.transports.base import Lease
+from omnikv.transports.links import Link
+
+
+def _nothing() -> None:
+    """What most leases have to free here when they end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A payload that is whole and readable here: which ask it answers, its lease at the source, and its bytes.
+
+    `free` is called once, with the lock, when the lease ends, for transports that hold memory of their own under it.
+    """
+
+    ask: int
+    lease: int
+    view: memoryview
+    free: Callable[[], None] = _nothing
+
+
+class Window(Protocol):
+    """How a target comes to see what its sources show. Called with the lock."""
+
+    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | None:
+        """A source said something that is no plain answer; the payload that became readable by it, if one did.
+
+        Raises:
+            RemoteProtocolError: it may not be said, or not now.
+        """
+
+    def link_ready(self, link: Link) -> None:
+        """A source is there that has shown nothing yet."""
+
+    def link_gone(self, link: Link) -> None:
+        """A source is gone; nothing more comes from it."""
+
+    def close(self) -> None:
+        """Nothing more is wanted; what is leased still may stay readable where the medium allows it."""
+
+
+class PairLease(Lease):
+    """A payload that came over a link. Its bytes may outlive the sender as long as a view of them does."""
+
+    def __init__(self, payload: PayloadId, arrival: Arrival, end: LeaseEnd) -> None:
+        self.payload = payload
+        self.arrival = arrival
+        self._end = end
+        # Never released by hand: tensors made from it keep it, and with it a mapping, alive.
+        self._view: memoryview | None = arrival.view
+
+    @property
+    def buffer(self) -> memoryview:
+        """The payload's bytes, valid until acknowledged or released, never to be written.
+
+        Raises:
+            LocalProtocolError: it was acknowledged or released.
+        """
+        if self._view is None:
+            raise LocalProtocolError("this lease has ended, its bytes are the sender's again; get it once more")
+        return self._view
+
+    def acknowledge(self) -> None:
+        """End the payload's life."""
+        self._end_with(Ack(self.arrival.lease))
+
+    def release(self) -> None:
+        """Give the payload back unread."""
+        self._end_with(Return(self.arrival.lease))
+
+    def _end_with(self, message: Ack | Return) -> None:
+        if self._view is not None:
+            self._view = None
+            self._end(self, message)
+
+
+LeaseEnd = Callable[[PairLease, Ack | Return], None]
