@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnikv.core.handshake import ModelFacts, Sizes, fact_differences, judge
+from omnikv.core.handshake import ModelFacts, judge, model_differences
 from omnikv.core.layout import Layout
+from omnikv.core.partition import Parallel
 from omnikv.errors import ConfigError
 
 STACKED = Layout.stacked(16, dim=0).stating(dtype="bfloat16", rope="halves")
@@ -18,8 +19,8 @@ def facts(**changes):
         "head_dim": 128,
         "value_head_dim": 128,
         "layout": STACKED,
-        "sender": Sizes(4, 1, 1),
-        "receiver": Sizes(6, 1, 1),
+        "sender": Parallel(tp=4),
+        "receiver": Parallel(tp=6),
     }
     return ModelFacts(**{**stated, **changes}).texts()
 
@@ -64,8 +65,8 @@ def test_any_order_of_dimensions_converts_into_any_other():
         ("num_kv_heads", {"num_kv_heads": 4}),
         ("head_dim", {"head_dim": 64}),
         ("value_head_dim", {"value_head_dim": None}),
-        ("sender_sizes", {"sender": Sizes(1, 1, 1)}),
-        ("receiver_sizes", {"receiver": Sizes(8, 1, 1)}),
+        ("sender_sizes", {"sender": Parallel(tp=1)}),
+        ("receiver_sizes", {"receiver": Parallel(tp=8)}),
         ("rope", {"layout": Layout.packed(16).stating(dtype="bfloat16", rope="interleaved")}),
     ],
 )
@@ -106,9 +107,9 @@ def test_d21_a_size_that_is_no_positive_number_cannot_be_stated(name, value):
         facts(**{name: value})
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (4, 1), (4, 1, None)])
+@pytest.mark.parametrize("sizes", [None, 4, (4, 1, 1)])
 def test_d21_parallel_sizes_have_no_defaults(sizes):
-    with pytest.raises(ConfigError, match="the sender's tp, pp and cp must be positive numbers"):
+    with pytest.raises(ConfigError, match="sender must be the parallel sizes of that stage, got"):
         facts(sender=sizes)
 
 
@@ -145,26 +146,22 @@ def test_scales_must_be_alike_only_where_the_8_bit_values_are_kept():
     assert judge(a_head, facts()).differences == ()
 
 
-def test_both_sides_refuse_in_the_same_words():
+def test_both_sides_refuse_in_the_same_words_and_other_facts_are_not_judged_here():
     own, peer = {"route": "a", **facts()}, {"route": "b", **facts(num_layers=31)}
-    here, there = fact_differences("source", own, peer), fact_differences("target", peer, own)
-    assert here == there
-    assert here == [
-        "sender: route a, receiver: route b",
-        "sender: num_layers 32, receiver: num_layers 31; not convertible",
-    ]
+    here, there = model_differences("source", own, peer), model_differences("target", peer, own)
+    assert here == there == ["sender: num_layers 32, receiver: num_layers 31; not convertible"]
 
 
 def test_a_side_that_states_no_model_is_told_to():
-    assert fact_differences("source", facts(), {}) == fact_differences("target", {}, facts())
-    assert fact_differences("source", facts(), {}) == [
+    assert model_differences("source", facts(), {}) == model_differences("target", {}, facts())
+    assert model_differences("source", facts(), {}) == [
         "receiver: states nothing of its model, while its peer does; pass model= on both sides"
     ]
-    assert fact_differences("source", {"route": "a"}, {"route": "a"}) == []
+    assert model_differences("source", {"route": "a"}, {"route": "b"}) == []
 
 
 @given(st.dictionaries(st.sampled_from([*facts(), "model.x", "other"]), st.text(max_size=12), max_size=14))
 def test_whatever_a_peer_states_is_judged_and_never_raises(statement):
-    here = fact_differences("source", facts(), statement)
-    assert here == fact_differences("target", statement, facts())
+    here = model_differences("source", facts(), statement)
+    assert here == model_differences("target", statement, facts())
     assert here

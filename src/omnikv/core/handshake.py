@@ -18,22 +18,16 @@ from typing import Literal, NamedTuple
 
 from omnikv.core.dtypes import convertible
 from omnikv.core.layout import Layout, is_count
+from omnikv.core.partition import Parallel
 from omnikv.errors import ConfigError
 
 PREFIX = "model."
 UNSTATED = "unstated"
 # What stands for the size of a block where tokens are not in blocks, and for that of a value where there is none.
 WHOLE, NO_VALUES = "whole", "none"
+_SIZES = ("tp", "pp", "cp")
 
 Facts = Mapping[str, str]
-
-
-class Sizes(NamedTuple):
-    """The parallel sizes of one stage: tensor, pipeline and context parallel."""
-
-    tp: int
-    pp: int
-    cp: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +35,11 @@ class ModelFacts:
     """What one side states of its model, its caches and both stages.
 
     `num_kv_heads` counts the whole model's. `value_head_dim` is None where a layer has no values apart (a latent).
-    `layout` says how this side's caches lie and in which dtype; a sender states the dtype that it sends.
+    `layout` says how this side's caches lie and in which dtype; a sender states the dtype that it sends. `sender` and
+    `receiver` are the parallel sizes of both stages.
 
     Raises:
-        ConfigError: a size is no positive number, or the layout states no dtype.
+        ConfigError: a size is no positive number, the layout states no dtype, or a stage has no parallel sizes.
     """
 
     num_layers: int
@@ -52,8 +47,8 @@ class ModelFacts:
     head_dim: int
     value_head_dim: int | None
     layout: Layout
-    sender: Sizes
-    receiver: Sizes
+    sender: Parallel
+    receiver: Parallel
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "value_head_dim"):
@@ -61,10 +56,11 @@ class ModelFacts:
             if not is_count(value) and not (name == "value_head_dim" and value is None):
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
         for name, sizes in (("sender", self.sender), ("receiver", self.receiver)):
-            if len(sizes) != len(Sizes._fields) or not all(map(is_count, sizes)):
-                raise ConfigError(f"the {name}'s tp, pp and cp must be positive numbers, got {tuple(sizes)!r}")
-        if self.layout.dtype is None:
-            raise ConfigError(f"the layout {self.layout.describe()!r} states no dtype; add it with .stating(dtype=...)")
+            if not isinstance(sizes, Parallel):
+                raise ConfigError(f"{name} must be the parallel sizes of that stage, got {sizes!r}")
+        if not isinstance(self.layout, Layout) or self.layout.dtype is None:
+            layout = self.layout.describe() if isinstance(self.layout, Layout) else self.layout
+            raise ConfigError(f"the layout {layout!r} states no dtype; add it with .stating(dtype=...)")
 
     def texts(self) -> dict[str, str]:
         """The facts as text by name, as a greeting carries them."""
@@ -124,34 +120,27 @@ def judge(sender: Facts, receiver: Facts) -> Agreement:
     )
 
 
-def fact_differences(side: Literal["source", "target"], own: Facts, peer: Facts) -> list[str]:
-    """One sentence for each fact that keeps two peers apart, the same on both sides; `side` is ours.
+def model_differences(side: str, own: Facts, peer: Facts) -> list[str]:
+    """One sentence for each statement about models that keeps two peers apart, the same on both sides.
 
-    Facts of models may differ where KV is converted (`judge`); all others must be equal.
+    `own` and `peer` are all their facts; `side` is ours, "source" or "target". Two that state nothing of their models
+    may deal.
     """
     sender, receiver = (own, peer) if side == "source" else (peer, own)
-    plain = sorted(name for name in {*own, *peer} if not name.startswith(PREFIX))
-    differences = [
-        f"sender: {name} {sender.get(name, 'not stated')}, receiver: {name} {receiver.get(name, 'not stated')}"
-        for name in plain
-        if own.get(name) != peer.get(name)
-    ]
-    silent = [side for side, facts in (("sender", sender), ("receiver", receiver)) if not any(map(_is_of_model, facts))]
+    silent = [name for name, facts in (("sender", sender), ("receiver", receiver)) if not any(map(is_of_model, facts))]
     if len(silent) == 1:
-        return [
-            *differences,
-            f"{silent[0]}: states nothing of its model, while its peer does; pass model= on both sides",
-        ]
-    return differences if silent else [*differences, *judge(sender, receiver).differences]
+        return [f"{silent[0]}: states nothing of its model, while its peer does; pass model= on both sides"]
+    return [] if silent else list(judge(sender, receiver).differences)
+
+
+def is_of_model(name: str) -> bool:
+    """Whether a fact of this name is for `model_differences` to compare."""
+    return name.startswith(PREFIX)
 
 
 class _Rule(NamedTuple):
     is_sensible: Callable[[str], bool]
     compare: Callable[[str, str], _Finding]
-
-
-def _is_of_model(name: str) -> bool:
-    return name.startswith(PREFIX)
 
 
 def _is_positive(text: str) -> bool:
@@ -160,11 +149,11 @@ def _is_positive(text: str) -> bool:
 
 def _is_sizes(text: str) -> bool:
     parts = [part.partition("=") for part in text.split()]
-    return tuple(name for name, _, _ in parts) == Sizes._fields and all(_is_positive(size) for _, _, size in parts)
+    return tuple(name for name, _, _ in parts) == _SIZES and all(_is_positive(size) for _, _, size in parts)
 
 
-def _spell_sizes(sizes: Sizes) -> str:
-    return " ".join(f"{name}={size}" for name, size in zip(Sizes._fields, sizes, strict=True))
+def _spell_sizes(stage: Parallel) -> str:
+    return " ".join(f"{name}={getattr(stage, name)}" for name in _SIZES)
 
 
 def _equal(sender: str, receiver: str) -> _Finding:

@@ -11,10 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from omnikv.config import HandoffConfig
+from omnikv.core.handshake import ModelFacts
 from omnikv.core.keys import PRIMARY_ROLE, PayloadId
 from omnikv.core.reshard import Piece, Route
 from omnikv.errors import ConfigError
@@ -25,6 +29,7 @@ from omnikv.handoff.cut import Layers, own_layers
 from omnikv.handoff.receive import RoleFetch, discard_payload, gather
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import SendReport, SentPiece, fail_all, plan_piece, publish_all
+from omnikv.tensors.convert import dtype_named
 from omnikv.transports.base import Endpoint, Side, Transport
 from omnikv.transports.registry import open_transport
 
@@ -39,13 +44,22 @@ FOREVER_S = 1e9
 class _RouteEnd:
     """What both ends share: this rank's pieces of the route, and the transport that serves them."""
 
-    def __init__(self, route: Route, side: Side, rank: int, pieces: tuple[Piece, ...], config: HandoffConfig) -> None:
+    def __init__(
+        self,
+        route: Route,
+        side: Side,
+        rank: int,
+        pieces: tuple[Piece, ...],
+        config: HandoffConfig,
+        model: ModelFacts | None,
+    ) -> None:
         self.route = route
         self.rank = rank
         self.config = config
         self._pieces = pieces
         peers = {piece.target_rank if side == "source" else piece.source_rank for piece in pieces}
-        endpoint = Endpoint(edge=route.edge, side=side, rank=rank, peer_ranks=tuple(sorted(peers)), facts=route.facts())
+        facts = route.facts() | ({} if model is None else model.texts())
+        endpoint = Endpoint(edge=route.edge, side=side, rank=rank, peer_ranks=tuple(sorted(peers)), facts=facts)
         self._transport: Transport = open_transport(config.transport, endpoint, config.options)
 
     def _identities(self, request_id: str, role: str, attempt: int) -> list[tuple[PayloadId, Piece]]:
@@ -85,16 +99,24 @@ class KVSender(_RouteEnd):
         transport: str | None = None,
         options: Mapping[str, Any] | None = None,
         checksum: bool | None = None,
+        dtype: torch.dtype | None = None,
+        model: ModelFacts | None = None,
         config: HandoffConfig | None = None,
     ) -> None:
         """`rank` is this process's rank in the sending stage; keywords override `config`.
 
+        Floats are sent in `dtype` (narrower ones are fewer bytes), which `model` states where it is given; None sends
+        them as they are. What both sides state of their models is compared when two ranks meet (`core.handshake`); both
+        sides state one, or neither does.
+
         Raises:
-            ConfigError: unknown transport or options; TopologyError: `rank` is not in the route.
+            ConfigError: unknown transport or options, or `model` states another dtype than `dtype`; TopologyError:
+                `rank` is not in the route.
             TransportUnavailable: the transport cannot start here.
         """
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options, checksum=checksum)
-        super().__init__(route, "source", rank, route.pieces_from(rank), resolved)
+        self._dtype = _sent_dtype(dtype, model)
+        super().__init__(route, "source", rank, route.pieces_from(rank), resolved, model)
         carried = resolved.checksum
         self._checksum = not self._transport.capabilities.shared_memory if carried is None else carried
 
@@ -123,7 +145,7 @@ class KVSender(_RouteEnd):
             TransportError: the transport failed.
         """
         started = time.monotonic()
-        own = own_layers(layers, self.route.source_boxes[self.rank], num_tokens)
+        own = replace(own_layers(layers, self.route.source_boxes[self.rank], num_tokens), dtype=self._dtype)
         plain = self.route.is_plain
         plans = [
             (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))
@@ -168,11 +190,14 @@ class KVReceiver(_RouteEnd):
         transport: str | None = None,
         options: Mapping[str, Any] | None = None,
         group: Group | Agreement | None = None,
+        model: ModelFacts | None = None,
         config: HandoffConfig | None = None,
     ) -> None:
         """`rank` is this process's rank in the receiving stage; `group` the ranks it acts in lockstep with.
 
-        The ranks of a group must be configured alike; a difference is reported by the first vote.
+        The ranks of a group must be configured alike; a difference is reported by the first vote. `model` is what this
+        side states of its model and caches, as at `KVSender`; what differs and converts, such as the block size or the
+        dtype, is converted by whoever writes the layers (`scatter_into_blocks`, `ReceivedKV.detach`).
 
         Raises:
             ConfigError: unknown transport or options; TopologyError: `rank` is not in the route.
@@ -181,7 +206,7 @@ class KVReceiver(_RouteEnd):
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
         # Before the transport opens, so that a group that is none leaves nothing behind.
         self._agreement = None if group is None else _as_agreement(group, resolved)
-        super().__init__(route, "target", rank, route.pieces_to(rank), resolved)
+        super().__init__(route, "target", rank, route.pieces_to(rank), resolved, model)
 
     def join(self, group: Group | Agreement) -> None:
         """Nothing; from now on this receiver votes in `group`, for stages whose groups form after their transports.
@@ -257,6 +282,15 @@ class KVReceiver(_RouteEnd):
 
     def __enter__(self) -> KVReceiver:
         return self
+
+
+def _sent_dtype(dtype: torch.dtype | None, model: ModelFacts | None) -> torch.dtype | None:
+    if model is None:
+        return dtype
+    stated = dtype_named(model.layout.dtype)
+    if dtype not in (None, stated):
+        raise ConfigError(f"dtype is {dtype}, but model states {stated}; state what is sent, or leave dtype out")
+    return stated
 
 
 def _as_agreement(group: Group | Agreement, config: HandoffConfig) -> Agreement:

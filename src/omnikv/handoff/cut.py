@@ -13,6 +13,7 @@ from omnikv.core.plan import Piece, SharedBox
 from omnikv.core.tokens import ALL_TOKENS, State, Stripes, count, is_everything
 from omnikv.errors import ConfigError
 from omnikv.tensors.blocks import PagedKV
+from omnikv.tensors.convert import cast_layer
 from omnikv.tensors.kv import DenseSource, LayerSource, TensorSource
 from omnikv.tensors.rows import GatheredRows, RowSource
 
@@ -24,12 +25,13 @@ Layers: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor | None]] | PagedK
 class OwnLayers:
     """A request's layers on this rank, in order, and the boxes that they are: checked to be what the route says.
 
-    `num_tokens` are the request's, of which the rank may hold a share.
+    `num_tokens` are the request's, of which the rank may hold a share. `dtype` is what floats are sent in, or None.
     """
 
     layers: tuple[Pair, ...] | PagedKV
     boxes: Boxes
     num_tokens: int
+    dtype: torch.dtype | None = None
 
     @property
     def num_layers(self) -> int:
@@ -67,9 +69,10 @@ def cut(own: OwnLayers, piece: Piece) -> list[LayerSource]:
     """The piece's pairs, box by box and in each layer by layer, still unread.
 
     Raises:
-        ConfigError: the paged cache cannot give these heads.
+        ConfigError: the paged cache cannot give these heads, or a layer does not convert into the dtype to send.
     """
-    return [source for box in piece.boxes for source in _cut_box(own, box)]
+    sources = [source for box in piece.boxes for source in _cut_box(own, box)]
+    return sources if own.dtype is None else [cast_layer(source, own.dtype) for source in sources]
 
 
 def regions_of(own: OwnLayers, piece: Piece) -> tuple[Region, ...]:

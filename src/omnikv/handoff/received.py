@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from omnikv.core.reshard import HeadIds
 from omnikv.tensors.kv import LayerKV
+from omnikv.tensors.quantised import in_dtype
 from omnikv.transports.base import Lease
 
 
@@ -62,11 +65,24 @@ class ReceivedKV:
         """Bytes received, headers included."""
         return sum(piece.nbytes for piece in self.sources)
 
-    def detach(self) -> None:
-        """Copy the tensors into memory of their own, unless they are, and let the senders reuse theirs."""
-        if not self.owns_memory:
+    def detach(self, dtype: torch.dtype | None = None) -> None:
+        """Copy the tensors into memory of their own, unless they are, and let the senders reuse theirs.
+
+        With a `dtype` of 16 or 32 bits, in that dtype: floats convert, and 8-bit ones are scaled back, their scales
+        (`tensors.quantised`) used up.
+
+        Raises:
+            ConfigError: a layer does not convert into `dtype`.
+            HandoffError: a value is beyond what float16 holds. Nothing was let go of, in either case.
+        """
+        if dtype is not None:
+            self.layers = in_dtype(self.layers, dtype, copy=not self.owns_memory)
+            if len(self.layers) < len(self.layer_ids):
+                # Each layer was two entries, its values and its scales.
+                self.layer_ids = tuple(entry // 2 for entry in self.layer_ids[::2])
+        elif not self.owns_memory:
             self.layers = [LayerKV(layer.key.clone(), layer.value.clone()) for layer in self.layers]
-            self.owns_memory = True
+        self.owns_memory = True
         self._end(consumed=True)
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from omnikv.core.dtypes import FLOATS
+from omnikv.core.dtypes import FLOATS, FLOATS8
 from omnikv.errors import ConfigError, HandoffError
-from omnikv.tensors.kv import LayerSource, TensorSource
+from omnikv.tensors.kv import LayerKV, LayerSource, TensorSource
 
 
 class CastSource:
@@ -34,24 +34,24 @@ class CastSource:
 
 
 def cast_layer(layer: LayerSource, dtype: torch.dtype) -> LayerSource:
-    """The layer in `dtype`, still unread; itself where it is so already.
+    """The layer in `dtype`, still unread; itself where it is so already, as scales are where 8-bit floats are sent.
 
     Raises:
         ConfigError: its dtype does not convert into that one.
     """
-    if layer.key.dtype == dtype:
+    if layer.key.dtype == dtype or (name_of(dtype) in FLOATS8 and is_scale(layer)):
         return layer
     require_convertible(layer.key.dtype, dtype)
     return LayerSource(CastSource(layer.key, dtype), CastSource(layer.value, dtype))
 
 
-def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in `dtype`: itself where it is so already.
+def converted(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
+    """The tensor in `dtype`: itself where it is so already, unless a `copy` is wanted.
 
     Raises:
         HandoffError: a value is beyond what float16 holds.
     """
-    out = tensor.to(dtype)
+    out = tensor.to(dtype, copy=copy)
     require_finite(out, tensor.dtype)
     return out
 
@@ -82,6 +82,23 @@ def require_finite(converted: torch.Tensor, from_dtype: torch.dtype) -> None:
             f"the KV holds values beyond {torch.finfo(torch.float16).max:.0f}, which float16 cannot hold; hand it over "
             f"as bfloat16 or as {name_of(from_dtype)}"
         )
+
+
+def is_scale(layer: LayerSource | LayerKV) -> bool:
+    """Whether this entry of a quantised cache holds scales: `[tokens, kv_heads, 1]` in float32."""
+    return layer.key.dtype == torch.float32 and tuple(layer.key.shape[2:]) == (1,)
+
+
+def dtype_named(name: str | None) -> torch.dtype:
+    """The dtype of this name.
+
+    Raises:
+        ConfigError: this torch has none.
+    """
+    dtype = getattr(torch, name or "", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"torch {torch.__version__} has no dtype {name!r}")
+    return dtype
 
 
 def name_of(dtype: torch.dtype) -> str:

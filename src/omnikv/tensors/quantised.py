@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import torch
 
-from omnikv.core.dtypes import FLOATS, FLOATS8
+from omnikv.core.dtypes import FLOATS, FLOATS8, convertible
 from omnikv.core.layout import ScaleGrain
 from omnikv.errors import ConfigError, HandoffError
-from omnikv.tensors.convert import name_of, require_finite
+from omnikv.tensors.convert import converted, is_scale, name_of, require_finite
 from omnikv.tensors.kv import LayerKV
 
 # What an engine scales one tensor by: a number; a tensor `[kv_heads]`; or `[tokens, kv_heads]`.
@@ -57,6 +57,21 @@ def dequantise(entries: Sequence[LayerKV], dtype: torch.dtype) -> list[LayerKV]:
         LayerKV(*(_scaled(values, by, dtype) for values, by in zip(layer, scale, strict=True)))
         for layer, scale in zip(layers, scales, strict=True)
     ]
+
+
+def in_dtype(entries: Sequence[LayerKV], dtype: torch.dtype, *, copy: bool) -> list[LayerKV]:
+    """The layers in `dtype`, quantised ones without their scales; with `copy`, all of them in memory of their own.
+
+    Raises:
+        ConfigError: a layer does not convert into `dtype`.
+        HandoffError: a value is beyond what float16 holds.
+    """
+    if any(map(is_scale, entries)):
+        return dequantise(entries, dtype)
+    for number, layer in enumerate(entries):
+        if not convertible(name_of(layer.key.dtype), name_of(dtype)):
+            raise ConfigError(f"layer {number} in {name_of(layer.key.dtype)} does not convert into {name_of(dtype)}")
+    return [LayerKV(*(converted(tensor, dtype, copy=copy) for tensor in layer)) for layer in entries]
 
 
 def split_scales(entries: Sequence[LayerKV]) -> tuple[list[LayerKV], list[LayerKV]]:
