@@ -18,7 +18,7 @@ def test_keywords_win_over_the_environment_and_it_over_defaults():
 
 
 def test_an_unknown_setting_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown setting 'recieve_timeout_s'; known settings: checksum, options"):
+    with pytest.raises(ConfigError, match="unknown setting 'recieve_timeout_s'; known settings: admission_timeout_s, "):
         load({"recieve_timeout_s": 1})
 
 
@@ -29,6 +29,9 @@ def test_an_unknown_setting_is_named_with_the_known_ones():
         ({"slice_s": float("inf")}, "slice_s must be a finite number"),
         ({"receive_timeout_s": float("nan")}, "above 0"),
         ({"vote_timeout_s": True}, "vote_timeout_s must be a finite number"),
+        ({"payload_ttl_s": 0}, "payload_ttl_s must be a number of seconds above 0, got 0"),
+        ({"payload_ttl_s": "5"}, "payload_ttl_s must be a number"),
+        ({"admission_timeout_s": -1}, "admission_timeout_s must be a finite number of seconds, at least 0, got -1"),
         ({"transport": ""}, "name of a transport"),
         ({"options": [1]}, "options must map"),
         ({"checksum": 1}, "checksum must be true, false or unset"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ class HandoffConfig:
         vote_timeout_s: how long after the receive's deadline a rank waits for its group's ruling.
         slice_s: how long a round of a receive in a group waits before the ranks vote on how it goes; longer where a
             request's time would hold more rounds than a vote has.
+        payload_ttl_s: how long a sender keeps a payload that no receiver is interested in; may be infinite.
+        admission_timeout_s: how long a send waits for room in a full transport when the call does not say; 0 is not.
         checksum: whether senders carry a checksum of the payload; None means wherever the bytes leave shared memory.
 
     Raises:
@@ -36,6 +38,8 @@ class HandoffConfig:
     receive_timeout_s: float = 30.0
     vote_timeout_s: float = 10.0
     slice_s: float = 0.5
+    payload_ttl_s: float = 300.0
+    admission_timeout_s: float = 0.0
     checksum: bool | None = None
 
     def __post_init__(self) -> None:
@@ -44,13 +48,20 @@ class HandoffConfig:
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must map option names to values, got {self.options!r}")
         for name in ("receive_timeout_s", "vote_timeout_s", "slice_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a finite number of seconds above 0, got {value!r}")
-            # 30 and 30.0 are one setting, and give one fingerprint.
-            object.__setattr__(self, name, float(value))
+            self._require_seconds(name, "a finite number of seconds above 0", lambda value: 0 < value < math.inf)
+        self._require_seconds("payload_ttl_s", "a number of seconds above 0", lambda value: value > 0)
+        self._require_seconds(
+            "admission_timeout_s", "a finite number of seconds, at least 0", lambda value: 0 <= value < math.inf
+        )
         if self.checksum is not None and not isinstance(self.checksum, bool):
             raise ConfigError(f"checksum must be true, false or unset, got {self.checksum!r}")
+
+    def _require_seconds(self, name: str, what: str, is_right: Callable[[float], bool]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_right(value):
+            raise ConfigError(f"{name} must be {what}, got {value!r}")
+        # 30 and 30.0 are one setting, and give one fingerprint.
+        object.__setattr__(self, name, float(value))
 
     def with_overrides(self, **values: Any) -> HandoffConfig:
         """This configuration with every value that is not None put in place of its own."""

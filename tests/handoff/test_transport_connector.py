@@ -11,7 +11,15 @@ import torch
 from tests.support.keyed import receive_kv
 
 from omnikv.core.topology import KVTPTopology
-from omnikv.errors import ConfigError, ConnectError, ProducerFailed, PutRejected, ReceiveTimeout, TransportError
+from omnikv.errors import (
+    AlreadyConsumed,
+    ConfigError,
+    ConnectError,
+    ProducerFailed,
+    PutRejected,
+    ReceiveTimeout,
+    TransportError,
+)
 from omnikv.handoff.engine_connector import Stages
 from omnikv.handoff.keyed_assemble import ReceiveRoute
 from omnikv.handoff.keyed_send import SendRoute, announce_failure, send_kv
@@ -102,8 +110,8 @@ def test_a_payload_is_consumed_once(connect):
     sender, receiver = connect(), connect()
     send(sender, kv([5]))
     receive(receiver)
-    with pytest.raises(ReceiveTimeout):
-        receive(receiver, timeout_s=0.0)
+    with pytest.raises(AlreadyConsumed):
+        receive(receiver)
 
 
 def test_x07_the_same_key_twice_is_refused_while_the_first_is_unread(connect):

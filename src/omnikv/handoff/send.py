@@ -14,7 +14,7 @@ from omnikv.core.wire import Extension
 from omnikv.errors import HandoffError, OmniKVError, PutRejected, TransportError
 from omnikv.handoff.cut import OwnLayers, cut, regions_of
 from omnikv.tensors.pack import PayloadPlan, plan_payload
-from omnikv.transports.base import Transport
+from omnikv.transports.base import PutRequest, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +73,22 @@ def plan_piece(
     )
 
 
-def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPlan]]) -> None:
+def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPlan]], *, deadline: float = 0.0) -> None:
     """Nothing; every payload is reserved, written and then published, or none of them is.
 
-    Room for the whole request is taken before anything is written, and nothing is visible before everything is
-    written, so a failure leaves no half request behind: the receivers are told its cause instead.
+    Room for the whole request is taken before anything is written, and waited for until `deadline` (monotonic seconds);
+    nothing is visible before everything is written. So a failure leaves no half request behind: the receivers are told
+    its cause instead, unless the same send can succeed later.
 
     Raises:
-        PutRejected: no room, or the request is already live (whose payloads stay as they are).
+        PutRejected: no room by then (`retryable`), never enough room, or the request is already live (whose payloads
+            stay as they are).
         HandoffError: a layer could not be copied.
         TransportError: the transport failed.
     """
     with _ReceiversTold(transport, [identity for identity, _ in plans]), ExitStack() as stack:
-        slots = [stack.enter_context(transport.reserve(identity, plan.nbytes)) for identity, plan in plans]
+        wanted = [PutRequest(identity, plan.nbytes) for identity, plan in plans]
+        slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
         for slot, (identity, plan) in zip(slots, plans, strict=True):
             with _copy_faults_mapped(identity):
                 plan.write_into(slot.buffer)
@@ -94,7 +97,7 @@ def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPl
 
 
 class _ReceiversTold(AbstractContextManager["_ReceiversTold"]):
-    """Tells every receiver the cause when the block fails, whatever it fails with, and lets that error go on."""
+    """Tells every receiver the cause when the block fails for good, whatever with, and lets that error go on."""
 
     def __init__(self, transport: Transport, identities: Sequence[PayloadId]) -> None:
         self._transport = transport
@@ -103,8 +106,8 @@ class _ReceiversTold(AbstractContextManager["_ReceiversTold"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        live_elsewhere = isinstance(error, PutRejected) and error.already_live
-        if error is not None and not live_elsewhere:
+        may_still_come = isinstance(error, PutRejected) and (error.already_live or error.retryable)
+        if error is not None and not may_still_come:
             # A transport that cannot tell has told, by its end; the error that led here is the one to hear of.
             with suppress(TransportError):
                 fail_all(self._transport, self._identities, f"{type(error).__name__}: {error}")
