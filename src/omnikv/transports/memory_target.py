@@ -231,7 +231,7 @@ class MemoryTarget:
 
     def _require_alike(self, source: MemorySource) -> None:
         here, there = self.endpoint, source.endpoint
-        differences = fact_differences(here.facts, there.facts)
+        differences = fact_differences(here.side, here.facts, there.facts)
         if here.num_readers != there.num_readers:
             differences.append(f"num readers: here {here.num_readers}, there {there.num_readers}")
         if here.rank not in there.peer_ranks:

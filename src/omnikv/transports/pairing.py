@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from omnikv.core.handshake import is_of_model, model_differences
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import Hello
 from omnikv.errors import Aborted, ConfigError, ProducerFailed
@@ -13,13 +14,17 @@ from omnikv.transports.base import Endpoint, PutRequest, Side
 RETURN_S = 0.5
 
 
-def fact_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """One sentence for each fact that the two sides state differently, in the order of their names."""
-    return [
+def fact_differences(side: str, here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """One sentence for each fact that keeps the two apart; `side` is ours.
+
+    What they state of their models may differ where KV is converted (`core.handshake`); all else must be equal.
+    """
+    unequal = [
         f"{name}: here {here.get(name, 'not stated')}, there {there.get(name, 'not stated')}"
         for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
+        if here.get(name) != there.get(name) and not is_of_model(name)
     ]
+    return unequal + model_differences(side, here, there)
 
 
 def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str | None:
@@ -27,7 +32,7 @@ def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str 
     fields = ("version", "namespace", "from_stage", "to_stage", "replica", "num_readers")
     here = {field.replace("_", " "): str(getattr(own, field)) for field in fields}
     there = {field.replace("_", " "): str(getattr(peer, field)) for field in fields}
-    differences = fact_differences(here, there)
+    differences = fact_differences(own.side, here, there)
     wanted = "target" if own.side == "source" else "source"
     if peer.side != wanted:
         differences.append(f"side: here {own.side} waits for a {wanted}, there {peer.side}")
@@ -36,7 +41,7 @@ def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str 
         differences.append(f"peer ranks: {own.side} rank {own.rank} deals with {known}, not with rank {peer.rank}")
     elif peer.reader >= (own.num_readers if own.side == "source" else 1):
         differences.append(f"readers: {peer.side} rank {peer.rank} has no reader {peer.reader}")
-    differences += fact_differences(own.facts, peer.facts)
+    differences += fact_differences(own.side, own.facts, peer.facts)
     return "; ".join(differences) or None
 
 
