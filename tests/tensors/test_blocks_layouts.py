@@ -197,3 +197,25 @@ def test_the_published_rule_takes_a_pair_as_it_is():
 )
 def test_the_published_rule_gives_none_for_what_has_no_known_form(layer_kv):
     assert normalize_layer_kv(layer_kv, block_size=BS) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("split_pair", Layout.split_pair(BS)),
+        ("stacked_0", Layout.stacked(BS, dim=0)),
+        ("stacked_1", Layout.stacked(BS, dim=1)),
+        ("packed", Layout.packed(BS)),
+        ("vllm_cpu", Layout.vllm_cpu(BS)),
+        ("latent", Layout.latent(BS)),
+        ("block head kv slot dim", Layout.of("block head kv slot dim", BS)),
+    ],
+)
+def test_a_setting_names_a_layout(name, layout):
+    assert Layout.named(name, BS) == layout
+
+
+@pytest.mark.parametrize("name", ["", "stacked", "stacked_2", "of", "named", "transformers"])
+def test_a_setting_that_names_no_layout_is_refused_with_the_names(name):
+    with pytest.raises(ConfigError, match=f"no layout is named '{name}'; there are split_pair, stacked_0, stacked_1"):
+        Layout.named(name, BS)

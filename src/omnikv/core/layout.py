@@ -15,6 +15,7 @@ layout becomes any other in the gather and the scatter that happen anyway, whate
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -132,6 +133,25 @@ class Layout:
         """The layout with these `axes`, for engines that none of the others describes."""
         return cls(name=name, axes=axes, block_size=block_size)
 
+    @classmethod
+    def named(cls, name: str, block_size: int) -> Layout:
+        """The layout that a setting names: split_pair, stacked_0, stacked_1, packed, vllm_cpu, latent, or axes (`of`).
+
+        Raises:
+            ConfigError: it names none.
+        """
+        if name == "stacked_0" or name == "stacked_1":
+            return cls.stacked(block_size, dim=int(name[-1]))
+        if name in ("split_pair", "packed", "vllm_cpu", "latent"):
+            layout: Layout = getattr(cls, name)(block_size)
+            return layout
+        if " " in name:
+            return cls.of(name, block_size)
+        raise ConfigError(
+            f"no layout is named {name!r}; there are split_pair, stacked_0, stacked_1, packed, vllm_cpu and latent, or "
+            'give the axes: "block head slot kv*dim"'
+        )
+
     def stating(
         self,
         *,
@@ -178,11 +198,13 @@ class Layout:
         return f"a (key, value) pair, each [{shape}]" if self.is_pair else f"one tensor [{shape}]"
 
 
+@functools.lru_cache(maxsize=64)
 def dimensions_of(axes: str) -> tuple[tuple[str, ...], ...]:
     """The axes of each dimension: one, or several that share it."""
     return tuple(tuple(dimension.split("*")) for dimension in axes.split())
 
 
+@functools.lru_cache(maxsize=64)
 def axes_of(axes: str) -> tuple[str, ...]:
     """All axes, in order."""
     return tuple(axis for dimension in dimensions_of(axes) for axis in dimension)

@@ -6,8 +6,9 @@ were given no declaration there is one inference, which refuses every shape that
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,12 +55,7 @@ def infer_layout(cache: LayerCache, block_size: int) -> Layout:
     Raises:
         ConfigError: no layout fits, or the shape can be read in more than one way.
     """
-    layouts = (
-        Layout.split_pair(block_size),
-        Layout.stacked(block_size, dim=0),
-        Layout.stacked(block_size, dim=1),
-        Layout.packed(block_size),
-    )
+    layouts = _inferable(block_size)
     fitting = [layout for layout in layouts if _split(cache, layout) is not None]
     if not fitting:
         raise ConfigError(
@@ -78,6 +74,16 @@ def infer_layout(cache: LayerCache, block_size: int) -> Layout:
     return fitting[0]
 
 
+@functools.lru_cache(maxsize=8)
+def _inferable(block_size: int) -> tuple[Layout, ...]:
+    return (
+        Layout.split_pair(block_size),
+        Layout.stacked(block_size, dim=0),
+        Layout.stacked(block_size, dim=1),
+        Layout.packed(block_size),
+    )
+
+
 _REMEDY = "Declare it with Layout.split_pair(block_size), .stacked(block_size, dim=0|1), .packed(block_size) or another"
 
 
@@ -90,61 +96,81 @@ def _split(cache: object, layout: Layout) -> BlockViews | None:
         key = value = cache
     else:
         return None
-    key_blocks = _blocks_of(key, layout, layout.key_order, 0)
-    if layout.is_latent:
-        return None if key_blocks is None else (key_blocks, key_blocks[..., :0])
-    value_blocks = _blocks_of(value, layout, layout.value_order, 1)
-    return None if key_blocks is None or value_blocks is None else (key_blocks, value_blocks)
+    key_blocks = _blocks_of(key, layout, 0)
+    value_blocks = _blocks_of(value, layout, 1)
+    if key_blocks is None or value_blocks is None:
+        return None
+    return key_blocks, value_blocks[..., :0] if layout.is_latent else value_blocks
 
 
-def _blocks_of(tensor: torch.Tensor, layout: Layout, order: str, which: int) -> torch.Tensor | None:
+def _blocks_of(tensor: torch.Tensor, layout: Layout, which: int) -> torch.Tensor | None:
     """The blocks of key (`which` = 0) or value as a view, or None when the tensor does not fit."""
-    sizes = _axis_sizes(tensor, layout)
+    strided = _block_strides(layout, which, tensor.shape, tensor.stride())
     typed = _typed(tensor.detach(), layout.dtype)
-    if sizes is None or typed is None:
+    if strided is None or typed is None:
         return None
-    names = axes_of(order or layout.axes)
-    unfolded = _unfold(typed, layout.axes, names, sizes)
-    if unfolded is None:
-        return None
-    left = [name for name in names if name != "kv"]
-    if "kv" in names:
-        unfolded = unfolded.select(names.index("kv"), which)
-    for name in ("block", "head"):
-        if name not in left:
-            unfolded = unfolded.unsqueeze(0)
-            left.insert(0, name)
-    return unfolded.permute([left.index(name) for name in _VIEW_ORDER])
+    sizes, strides, offset = strided
+    return typed.as_strided(sizes, strides, typed.storage_offset() + offset)
 
 
-def _axis_sizes(tensor: torch.Tensor, layout: Layout) -> dict[str, int] | None:
+class _Strided(NamedTuple):
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+# The layers of a model are alike, so what follows from shapes alone is worked out once for all of them.
+@functools.lru_cache(maxsize=256)
+def _block_strides(layout: Layout, which: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Strided | None:
+    """Where the blocks `[blocks, slots, kv_heads, head_dim]` lie in a tensor; None when it does not fit the layout."""
+    lengths = _axis_lengths(layout, shape)
+    if lengths is None:
+        return None
+    order = axes_of((layout.key_order, layout.value_order)[which] or layout.axes)
+    strides = _axis_strides(layout, order, lengths, shape, stride)
+    if strides is None:
+        return None
+    return _Strided(
+        sizes=tuple(lengths.get(axis, 1) for axis in _VIEW_ORDER),
+        strides=tuple(strides.get(axis, 1) for axis in _VIEW_ORDER),
+        offset=which * strides.get("kv", 0),
+    )
+
+
+def _axis_lengths(layout: Layout, shape: tuple[int, ...]) -> dict[str, int] | None:
     """How long each axis is, by the tensor's shape; None where a stated length does not fit."""
     stated = {"kv": 2} if layout.block_size is None else {"kv": 2, "slot": layout.block_size}
     dimensions = dimensions_of(layout.axes)
-    if tensor.ndim != len(dimensions):
+    if len(shape) != len(dimensions):
         return None
-    sizes = dict(stated)
-    for dimension, length in zip(dimensions, tensor.shape, strict=True):
+    lengths = dict(stated)
+    for dimension, length in zip(dimensions, shape, strict=True):
         known = math.prod(stated.get(axis, 1) for axis in dimension)
         unknown = [axis for axis in dimension if axis not in stated]
         if length % known or (not unknown and length != known):
             return None
-        sizes.update(dict.fromkeys(unknown, length // known))
-    return sizes
+        lengths.update(dict.fromkeys(unknown, length // known))
+    return lengths
 
 
-def _unfold(tensor: torch.Tensor, axes: str, names: tuple[str, ...], sizes: dict[str, int]) -> torch.Tensor | None:
-    """The tensor with one dimension for each of `names`, the axes in their order in memory; None where no view can."""
-    dimensions = dimensions_of(axes)
-    if names == axes_of(axes):
-        # Splitting a dimension is always possible as a view, whatever the strides.
-        return tensor.view([sizes[name] for name in names])
-    kept = next(at for at, dimension in enumerate(dimensions) if dimension != names[at : at + 1])
-    try:
-        return tensor.view([*tensor.shape[:kept], *(sizes[name] for name in names[kept:])])
-    except RuntimeError:
-        # The dimensions that a backend packs as one do not lie in one piece.
-        return None
+def _axis_strides(
+    layout: Layout, order: tuple[str, ...], lengths: dict[str, int], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> dict[str, int] | None:
+    """How far apart two neighbours along each axis lie; None where what a backend packs as one is not in one piece."""
+    dimensions = dimensions_of(layout.axes)
+    if order == axes_of(layout.axes):
+        kept = len(dimensions)
+    else:
+        kept = next(at for at, dimension in enumerate(dimensions) if dimension != order[at : at + 1])
+        packed = zip(shape[kept:], stride[kept:], shape[kept + 1 :], stride[kept + 1 :], strict=False)
+        if any(length > 1 and step != inner * inner_step for length, step, inner, inner_step in packed):
+            return None
+    strides: dict[str, int] = {}
+    for dimension, step in (*zip(dimensions[:kept], stride, strict=False), (order[kept:], stride[-1])):
+        for axis in reversed(dimension):
+            strides[axis] = step
+            step *= lengths[axis]
+    return strides
 
 
 def _typed(tensor: torch.Tensor, dtype_name: str | None) -> torch.Tensor | None:
