@@ -9,12 +9,21 @@ neighbours read from neighbours. Sources whose tokens differ are no replicas of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from omnikv.core.boxes import Box, Boxes, HeadIds, Region, Span, regions, spell_stage
 from omnikv.core.coverage import Part, find_flaw, segments
-from omnikv.core.tokens import Stripes, TokenShare, may_meet, meet, rows_of
+from omnikv.core.tokens import (
+    LastTokens,
+    Stripes,
+    TokenShare,
+    may_meet,
+    meet,
+    rows_of,
+    telling_count,
+    without_windows,
+)
 from omnikv.errors import TopologyError
 
 # How much of a stage a message shows.
@@ -63,38 +72,45 @@ class Piece:
         return tuple(dict.fromkeys(head for box in self.boxes for head in box.heads))
 
 
-class StageIndex:
-    """The boxes of all ranks of one stage, found by head."""
-
-    def __init__(self, ranks: Sequence[Boxes]) -> None:
-        self.ranks = tuple(ranks)
-        self._by_head: dict[int, list[tuple[int, Box]]] = {}
-        for rank, boxes in enumerate(self.ranks):
-            for box in boxes:
-                for head in box.heads:
-                    self._by_head.setdefault(head, []).append((rank, box))
-
-    def holders(self, head: int, layers: Span) -> list[tuple[int, Box]]:
-        """Whose boxes have `head` in one of `layers`: ranks, ascending, with the box."""
-        return [(rank, box) for rank, box in self._by_head.get(head, ()) if box.layers.meet(layers)]
-
-
 # A rank and the one of its boxes that is meant.
 _Holder: TypeAlias = "tuple[int, Box]"
 # The same, chosen to give some layers.
 _Choice: TypeAlias = "tuple[int, Box, Span]"
 
 
+class StageIndex:
+    """The boxes of all ranks of one stage, found by head."""
+
+    def __init__(self, ranks: Sequence[Boxes]) -> None:
+        self.ranks = tuple(ranks)
+        self._holders = [(rank, box) for rank, boxes in enumerate(self.ranks) for box in boxes]
+        by_head: dict[int, list[int]] = {}
+        for at, (_, box) in enumerate(self._holders):
+            for head in box.heads:
+                by_head.setdefault(head, []).append(at)
+        self._by_head = {head: tuple(found) for head, found in by_head.items()}
+
+    def places_of(self, head: int) -> tuple[int, ...]:
+        """Where `head` is held; heads with equal places are held alike."""
+        return self._by_head.get(head, ())
+
+    def holders(self, places: tuple[int, ...], layers: Span) -> list[_Holder]:
+        """Whose boxes at these places have one of `layers`: ranks, ascending, with the box."""
+        return [self._holders[at] for at in places if self._holders[at][1].layers.meet(layers)]
+
+
 def plan_target(target_rank: int, sources: StageIndex, targets: StageIndex) -> tuple[Piece, ...]:
     """What `target_rank` gets of what it needs, by source rank; `prove` says whether that is all of it."""
     pieces: dict[int, list[SharedBox]] = {}
     for need in targets.ranks[target_rank]:
+        places = _positions(need.heads)
         for (rank, box, layers), heads in _chosen(target_rank, need, sources, targets).items():
+            source_places = _positions(box.heads)
             shared = SharedBox(
                 layers=layers,
                 heads=tuple(heads),
-                source_positions=tuple(map(box.heads.index, heads)),
-                target_positions=tuple(map(need.heads.index, heads)),
+                source_positions=tuple(source_places[head] for head in heads),
+                target_positions=tuple(places[head] for head in heads),
                 source_share=box.tokens,
                 target_share=need.tokens,
             )
@@ -109,12 +125,30 @@ def plan_target(target_rank: int, sources: StageIndex, targets: StageIndex) -> t
     )
 
 
-def prove(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed: Boxes, num_tokens: int) -> None:
-    """Nothing, when the pieces give the target every element of what it needs of `num_tokens` exactly once.
+def _positions(heads: HeadIds) -> dict[int, int]:
+    return {head: at for at, head in enumerate(heads)}
+
+
+def prove(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed: Boxes) -> None:
+    """Nothing, when the pieces give the target every element of what it needs exactly once, of any number of tokens.
 
     Raises:
         TopologyError: they do not; the message names layers, heads and tokens.
     """
+    shares = {box.tokens for box in needed} | {box.source_share for piece in pieces for box in piece.boxes}
+    _prove_at(target_rank, pieces, sources, needed, telling_count(shares))
+    if any(isinstance(share, LastTokens) for share in shares):
+        pieces = [replace(piece, boxes=tuple(map(_without_windows, piece.boxes))) for piece in pieces]
+        needed = tuple(replace(box, tokens=without_windows(box.tokens)) for box in needed)
+        _prove_at(target_rank, pieces, sources, needed, telling_count(map(without_windows, shares)))
+
+
+def _without_windows(box: SharedBox) -> SharedBox:
+    source, target = without_windows(box.source_share), without_windows(box.target_share)
+    return replace(box, source_share=source, target_share=target)
+
+
+def _prove_at(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed: Boxes, num_tokens: int) -> None:
     flaw = find_flaw(regions(needed, num_tokens), parts_of(pieces, num_tokens))
     if flaw is None:
         return
@@ -138,23 +172,28 @@ def parts_of(pieces: Sequence[Piece], num_tokens: int) -> list[Part]:
 
 def _chosen(target_rank: int, need: Box, sources: StageIndex, targets: StageIndex) -> dict[_Choice, list[int]]:
     """The heads of `need` by where they come from."""
-    chosen: dict[_Choice, list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for head in need.heads:
-        holders, readers = (stage.holders(head, need.layers) for stage in (sources, targets))
-        cuts = [box.layers for _, box in (*holders, *readers)]
-        for choice in _joined(
+        alike.setdefault((sources.places_of(head), targets.places_of(head)), []).append(head)
+    chosen: dict[_Choice, list[int]] = {}
+    for (source_places, target_places), heads in alike.items():
+        holders = sources.holders(source_places, need.layers)
+        readers = targets.holders(target_places, need.layers)
+        cuts = segments(need.layers, [box.layers for _, box in (*holders, *readers)])
+        choices = [
             choice
-            for segment in segments(need.layers, cuts)
-            for choice in _choose(
-                target_rank,
-                segment,
-                need.tokens,
-                [(rank, box) for rank, box in holders if box.layers.contains(segment)],
-                [(rank, box) for rank, box in readers if box.layers.contains(segment)],
-            )
-        ):
-            chosen.setdefault(choice, []).append(head)
-    return chosen
+            for layers in cuts
+            for choice in _choose(target_rank, layers, need.tokens, _having(layers, holders), _having(layers, readers))
+        ]
+        for choice in _joined(choices):
+            chosen.setdefault(choice, []).extend(heads)
+    # In the target's own order, which groups of heads that are held alike may have left.
+    order = _positions(need.heads)
+    return {choice: sorted(heads, key=order.__getitem__) for choice, heads in chosen.items()}
+
+
+def _having(layers: Span, holders: Sequence[_Holder]) -> list[_Holder]:
+    return [(rank, box) for rank, box in holders if box.layers.contains(layers)]
 
 
 def _choose(

@@ -18,7 +18,6 @@ from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, checked_bo
 from omnikv.core.keys import Edge
 from omnikv.core.partition import LayerRule, Parallel, split_heads
 from omnikv.core.plan import Piece, SharedBox, StageIndex, plan_target, prove
-from omnikv.core.tokens import telling_count
 from omnikv.errors import TopologyError
 
 __all__ = ["HeadIds", "LayerRule", "Parallel", "Piece", "Route", "SharedBox", "split_heads"]
@@ -155,10 +154,9 @@ def _proven_pieces(source: tuple[Boxes, ...], target: tuple[Boxes, ...]) -> tupl
         TopologyError: some target would not get exactly what it needs, for some number of tokens.
     """
     sources, targets = StageIndex(source), StageIndex(target)
-    num_tokens = telling_count(box.tokens for boxes in (*source, *target) for box in boxes)
     pieces = tuple(plan_target(rank, sources, targets) for rank in range(len(target)))
     for rank, needed in enumerate(target):
-        prove(rank, pieces[rank], sources, needed, num_tokens)
+        prove(rank, pieces[rank], sources, needed)
     return pieces
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -154,6 +155,7 @@ TokenShare: TypeAlias = "Chunks | Cyclic | LastTokens | State"
 ALL_TOKENS = Chunks()
 
 
+@lru_cache(maxsize=1 << 14)
 def may_meet(one: TokenShare, other: TokenShare) -> bool:
     """Whether the two have a token in common for some number of tokens."""
     if isinstance(one, State) or isinstance(other, State):
@@ -165,23 +167,31 @@ def may_meet(one: TokenShare, other: TokenShare) -> bool:
             for b in other.chunks
         )
     if isinstance(one, Cyclic) and isinstance(other, Cyclic):
-        period = math.lcm(one.period, other.period)
-        return bool(meet(one.stripes(period), other.stripes(period)))
+        # Every multiple of `step` is how far two of their blocks are apart, beyond the first two.
+        step = math.gcd(one.period, other.period)
+        apart = (one.rank * one.block_tokens - other.rank * other.block_tokens) % step
+        return apart < other.block_tokens or step - apart < one.block_tokens
     return True
 
 
 def telling_count(shares: Iterable[TokenShare]) -> int:
-    """A number of tokens for which shares cover what they must exactly if they do so for every number.
+    """A number of tokens at which shares that cover each other exactly do so at every larger one, and without windows
+    at every smaller one too.
 
-    Each chunk is then a whole number of common periods and the windows are shorter than the request. Chunks that meet
-    end to end there do so everywhere, because their ends are rounded alike; blocks that are dealt out within one period
-    are dealt out in all of them.
+    Each chunk is then a whole number of common periods and longer than every window. Chunks that meet end to end there
+    do so everywhere, because their ends are rounded alike; blocks that are dealt out within one period are dealt out in
+    all of them. In a request that is not longer than a window the window is everything: `without_windows` is that case.
     """
     distinct = set(shares)
     chunks = math.lcm(*(share.num_chunks for share in distinct if isinstance(share, Chunks)))
     period = math.lcm(*(share.period for share in distinct if isinstance(share, Cyclic)))
     window = max((share.num_tokens for share in distinct if isinstance(share, LastTokens)), default=0)
-    return chunks * period * (window // (chunks * period) + 1)
+    return chunks * period * (window + 1)
+
+
+def without_windows(share: TokenShare) -> TokenShare:
+    """The share as it is in a request that is no longer than its window."""
+    return ALL_TOKENS if isinstance(share, LastTokens) else share
 
 
 def meet(one: Stripes, other: Stripes) -> Stripes:

@@ -27,12 +27,9 @@ def read_regions(value: object, largest: int) -> tuple[Region, ...]:
         WireError: `value` is no list of regions.
     """
     try:
-        regions = tuple(_read_region(entry, largest) for entry in _list(value))
-        if not regions:
-            raise ValueError("one region or more is expected")
+        return tuple(_read_region(entry, largest) for entry in _list(value, at_least=1))
     except ValueError as error:
         raise WireError(f"omnikv.regions must be a list of regions: {error}", reason=WireReason.HEADER_FIELD) from error
-    return regions
 
 
 def _read_region(value: object, largest: int) -> Region:
@@ -58,7 +55,7 @@ def _integers(value: object, largest: int, length: int | None = None) -> tuple[i
     return tuple(items)
 
 
-def _list(value: object, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list) or (length is not None and len(value) != length):
-        raise ValueError(f"a list{'' if length is None else f' of {length}'} is expected")
+def _list(value: object, length: int | None = None, *, at_least: int = 0) -> list[Any]:
+    if not isinstance(value, list) or len(value) < at_least or (length is not None and len(value) != length):
+        raise ValueError(f"a list of {f'{at_least} or more' if length is None else length} is expected")
     return value

@@ -1,69 +1,23 @@
 """Puts the parts of several source ranks together, after checking that they belong together and are everything.
 
-What is checked is what arrived: each part's regions as its head states them, against the route's, and its tensors
-against its regions. Only when those regions cover this rank's boxes exactly once is a layer handed out.
+Nothing is handed out before the regions that arrived are proven to cover this rank's boxes exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Region, Span, position_of, regions
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, position_of, regions
 from omnikv.core.coverage import Part, find_flaw
-from omnikv.core.keys import PayloadId
-from omnikv.core.plan import Piece
-from omnikv.core.tokens import ALL_TOKENS, State, Stripes, count, is_everything
+from omnikv.core.tokens import ALL_TOKENS, Stripes, count, is_everything
 from omnikv.errors import RemoteProtocolError
-from omnikv.handoff.received import ReceivedKV, ReceivedPiece
+from omnikv.handoff.part import Arrived
+from omnikv.handoff.received import ReceivedKV
 from omnikv.tensors.kv import LayerKV
-from omnikv.tensors.pack import DecodedPayload, decode_payload
 from omnikv.tensors.rows import write_rows
-from omnikv.transports.base import Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """One source rank's part, decoded in the memory that its lease holds.
-
-    `pairs` are its tensors and `regions`, one a box of the piece, what they are, of a request of `num_tokens`.
-    """
-
-    piece: Piece
-    lease: Lease
-    payload: DecodedPayload
-    pairs: tuple[LayerKV, ...]
-    regions: tuple[Region, ...]
-    num_tokens: int
-    received: ReceivedPiece
-
-
-def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) -> Arrived:
-    """The part that lies under `lease`, checked against what was asked for. The lease stays the caller's.
-
-    Raises:
-        WireError: it is damaged, or not the one that was asked for.
-        RemoteProtocolError: its origin is another one, or its heads, layers or tokens are not those of the route.
-    """
-    payload = decode_payload(
-        lease.buffer,
-        request_id=identity.transfer_id,
-        target_rank=identity.target_rank,
-        # Both ends are ours, so a payload without a sealed head is a damaged one.
-        require_checksum=True,
-        # Lent for as long as the lease is held, like the tensors.
-        in_place=True,
-    )
-    _check_origin(payload, identity)
-    pairs, num_tokens = _checked_pairs(payload, piece)
-    found = _checked_regions(payload, piece, pairs, num_tokens)
-    received = ReceivedPiece(
-        source_rank=piece.source_rank, heads=piece.heads, nbytes=len(lease.buffer), waited_s=waited_s
-    )
-    return Arrived(piece, lease, payload, pairs, found, num_tokens, received)
 
 
 def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> ReceivedKV:
@@ -87,91 +41,6 @@ def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> Recei
         leases=[part.lease for part in arrived],
         owns_memory=owned,
     )
-
-
-# --- one part ---
-
-
-def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
-    """A transport that mixes up two payloads of one request would else give heads or roles that look right."""
-    extension = payload.header.extension
-    if extension is None:
-        return
-    stated = (extension.source_rank, extension.role, extension.attempt)
-    if stated != (identity.source_rank, identity.role, identity.attempt):
-        raise RemoteProtocolError(
-            f"the payload under {identity.encode()} says that it is source rank {stated[0]}'s, role {stated[1]!r}, "
-            f"attempt {stated[2]}: the transport or its sender mixed up two payloads",
-            request_id=identity.transfer_id,
-            key=identity.encode(),
-            rank=identity.source_rank,
-        )
-
-
-def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV, ...], int]:
-    """The part's tensors in order, and the tokens of the whole request."""
-    pairs = tuple(layer for layer in payload.layers if layer is not None)
-    extension = payload.header.extension
-    stated = () if extension is None else extension.heads
-    if extension is not None and stated != piece.heads:
-        raise _unlike_route(payload, piece, f"sent heads {list(stated)}, the route says {list(piece.heads)}")
-    if len(pairs) < len(payload.layers) or not pairs:
-        absent = next((at for at, layer in enumerate(payload.layers) if layer is None), 0)
-        raise _unlike_route(payload, piece, f"sent no layer {absent}")
-    if extension is not None and extension.num_tokens is not None:
-        return pairs, extension.num_tokens
-    return pairs, pairs[0].key.shape[0] if pairs[0].key.ndim else 0
-
-
-def _checked_regions(
-    payload: DecodedPayload, piece: Piece, pairs: Sequence[LayerKV], num_tokens: int
-) -> tuple[Region, ...]:
-    """What the part is, from its head and its tensors; no region of it is taken from the route alone."""
-    extension = payload.header.extension
-    stated = () if extension is None else extension.regions
-    if not stated:
-        # A payload that names no regions has all tokens of all layers.
-        stated = tuple(Region(Span(0, len(pairs)), box.heads, ALL_TOKENS.stripes(num_tokens)) for box in piece.boxes)
-    planned = tuple(
-        Region(box.layers if box.layers.stop != EVERY_LAYER.stop else region.layers, box.heads, box.tokens(num_tokens))
-        for box, region in zip(piece.boxes, stated, strict=False)
-    )
-    if stated != planned or len(stated) != len(piece.boxes):
-        raise _unlike_route(payload, piece, f"sent {_spell(stated)}, the route says {_spell(planned)}")
-    held = [(region, box.target_share) for region, box in zip(stated, piece.boxes, strict=True)]
-    slots = [(layer, *entry) for entry in held for layer in range(*entry[0].layers)]
-    if len(slots) != len(pairs):
-        raise _unlike_route(payload, piece, f"sent {len(pairs)} layers for the {len(slots)} that it names")
-    plain = extension is None or not extension.regions
-    for (layer, region, share), pair in zip(slots, pairs, strict=True):
-        for name, tensor in zip(LayerKV._fields, pair, strict=True):
-            rows = tensor.shape[:1] if plain else (count(region.tokens),)
-            fits = tensor.ndim == 3 or (tensor.ndim > 3 and share == State())
-            if not fits or tuple(tensor.shape[:2]) != (*rows, len(region.heads)):
-                expected = f"[{'tokens' if plain else rows[0]}, {len(region.heads)}, head_dim]"
-                shape = f"'s layer {layer} {name} has shape {list(tensor.shape)}, expected {expected}"
-                raise _unlike_route(payload, piece, shape)
-    return stated
-
-
-def _spell(stated: Sequence[Region]) -> str:
-    return "; ".join(
-        f"layers {region.layers.start}-{region.layers.stop - 1} heads {list(region.heads)} tokens "
-        f"{[tuple(stripe) for stripe in region.tokens[:4]]}"
-        for region in stated
-    )
-
-
-def _unlike_route(payload: DecodedPayload, piece: Piece, what: str) -> RemoteProtocolError:
-    space = "" if what.startswith("'") else " "
-    return RemoteProtocolError(
-        f"source rank {piece.source_rank}{space}{what}",
-        request_id=payload.header.request_id,
-        rank=piece.source_rank,
-    )
-
-
-# --- all parts ---
 
 
 def layer_facts(layers: Sequence[LayerKV]) -> list[tuple[object, ...]]:

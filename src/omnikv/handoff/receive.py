@@ -16,7 +16,8 @@ from omnikv.core.boxes import Boxes
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.errors import HandoffError, OmniKVError, ReceiveTimeout, TransportError
-from omnikv.handoff.assemble import Arrived, assemble, read_part
+from omnikv.handoff.assemble import assemble
+from omnikv.handoff.part import Arrived, read_part
 from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Lease, Transport
 
