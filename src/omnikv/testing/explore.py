@@ -24,11 +24,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from omnikv.testing.explore_ballots import Alphabet, wrong_rulings
 from omnikv.testing.explore_group import GroupModel, State
+from omnikv.testing.explore_search import Visited
 from omnikv.testing.mutants import MUTANTS
 from omnikv.testing.steps import Steps
 
@@ -91,23 +91,6 @@ SCOPES = (
 )
 
 
-@dataclass(slots=True)
-class _Visited:
-    """The states reached so far in the order of discovery, each with the state and edge that first led to it."""
-
-    states: list[State]
-    numbers: dict[State, int]
-    parents: array[int] = field(default_factory=lambda: array("q", [-1]))
-    edges: array[int] = field(default_factory=lambda: array("q", [-1]))
-
-    def add(self, state: State, parent: int, edge: int) -> None:
-        if state not in self.numbers:
-            self.numbers[state] = len(self.states)
-            self.states.append(state)
-            self.parents.append(parent)
-            self.edges.append(edge)
-
-
 def explore(scope: Scope, steps: Steps | None = None) -> Exploration:
     """What an exhaustive exploration of `scope` finds; it ends at the first broken invariant, a nearest one."""
     model = GroupModel(
@@ -119,7 +102,7 @@ def explore(scope: Scope, steps: Steps | None = None) -> Exploration:
         steps=steps or Steps(),
     )
     start, _ = model.canonical(model.start)
-    visited = _Visited([start], {start: 0})
+    visited = Visited.from_start(start)
     transitions = 0
     for number, state in enumerate(visited.states):
         goes_on = False
@@ -139,20 +122,15 @@ def explore(scope: Scope, steps: Steps | None = None) -> Exploration:
 def _broken(
     scope: Scope,
     model: GroupModel,
-    visited: _Visited,
+    visited: Visited[State],
     transitions: int,
     last: tuple[int, int],
     violation: tuple[int, str],
 ) -> Exploration:
-    steps = []
-    number, place = last
-    while number >= 0:
-        steps.append((number, place))
-        number, place = visited.parents[number], visited.edges[number]
     # Sorting moves followers about; what is printed keeps the name that each had in the beginning.
     names = list(range(scope.ranks))
     path = []
-    for number, place in reversed(steps):
+    for number, place in visited.way_to(*last):
         edge = model.edges(visited.states[number])[place]
         path.append(f"rank {names[edge.rank]} {model.spell(edge.move, names)}")
         if not edge.broken:
