@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.support.gangs import Gangs, opened_nursery
 
 torch.set_num_threads(1)
 
@@ -17,3 +19,16 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("omnikv")
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    """A process from which tests fork real ranks."""
+    with opened_nursery(tmp_path_factory.mktemp("nursery")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def gangs(nursery):
+    """Gangs of real ranks."""
+    return Gangs(nursery)

@@ -1,9 +1,10 @@
-"""Handing KV on from the rank that received it to the ranks that did not, over an engine's own group objects.
+"""Handing KV on from the rank that received it to the ranks that did not, over an engine's own groups.
 
 KV goes down level by level (`ReceiveLayout.levels`): with tensor parallelism a leader scatters one payload to each rank
 of its guidance (CFG) group, and the first rank of each sequence-parallel (SP) group broadcasts its own there; without
 it one leader broadcasts everything to the ranks that run its request. Which calls a rank makes depends on its layout
-alone, never on whether the KV came: a leader without KV sends None, so that no follower is left waiting.
+alone, never on whether the KV came: a leader without KV sends None, so that no follower is left waiting. How a payload
+goes over one group, packed or as an object, is `omnikv.handoff.level_calls`.
 
 A follower that could not be served fails the request for its whole group:
 
@@ -27,14 +28,12 @@ from omnikv.core.roles import Payload, branch_payloads, collect_payload, ranks_w
 from omnikv.core.verdict import WHOLE_RANK, spell_causes
 from omnikv.errors import OmniKVError, VerdictInDoubt
 from omnikv.handoff.bounded_calls import BoundedCalls
-from omnikv.tensors.place import detach_from_buffers
+from omnikv.handoff.level_calls import DOUBT, NOTHING, Given, LevelCalls, ObjectCalls, PackedCalls
 
 logger = logging.getLogger("omnikv.distribute")
 
 Causes = tuple[tuple[int, str, str], ...]
 _WHAT = "handing KV on"
-# What followers hear in place of KV, or of the last word, from a leader that does not know which way its peers go.
-_DOUBT = "omnikv: the verdict is in doubt"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,11 +44,15 @@ class _Way:
     """
 
     rank: int
-    payload: Any = None
+    given: Given = NOTHING
     served: dict[int, list[int]] = field(default_factory=dict)
     causes: list[tuple[int, str, str]] = field(default_factory=list)
     gave: bool = False
     failure: Exception | None = None
+
+    @property
+    def payload(self) -> Any:
+        return self.given.payload
 
     def blame(self, words: str) -> None:
         self.causes.append((self.rank, WHOLE_RANK, words))
@@ -60,8 +63,8 @@ class HandingOn:
     """One request's KV on its way down, as this rank takes part in it.
 
     `prepare` brings a payload to where this rank uses it. `settle` is the leaders' second vote: it is given what went
-    wrong below this leader as (rank, role, words), and says whether all is well under every leader. `deadline` is on
-    the monotonic clock, in seconds.
+    wrong below this leader as (rank, role, words), and says whether all is well under every leader. `packs` says of a
+    group whether its ranks give one another packed payloads. `deadline` is on the monotonic clock, in seconds.
     """
 
     layout: ReceiveLayout
@@ -71,6 +74,7 @@ class HandingOn:
     calls: BoundedCalls
     deadline: float
     counters: Counter[str] = field(default_factory=Counter)
+    packs: Callable[[Any], bool] = lambda group: False
 
     def run(self, req: Any, *, received: bool) -> Payload | None:
         """What this rank must apply to its request after every rank has made its calls; None for nothing.
@@ -84,7 +88,7 @@ class HandingOn:
         way = _Way(rank=_world_rank(layout))
         parts = self._parts(req, way) if layout.is_leader and received else []
         self._call(lambda: self._hand_down(way, parts))
-        if way.payload == _DOUBT:
+        if way.payload == DOUBT:
             raise self._doubted()
         if not layout.confirms:
             return self._use_unconfirmed(way)
@@ -97,7 +101,7 @@ class HandingOn:
             self._call(lambda: self._pass_word_down(way, word))
         else:
             word = self._call(lambda: self._confirm_and_hear(way))
-        if word == _DOUBT:
+        if word == DOUBT:
             raise self._doubted()
         return payload if word else None
 
@@ -106,14 +110,14 @@ class HandingOn:
 
         It makes the calls that its followers expect, so it is called instead of `run`.
         """
-        parts: list[Any] = [_DOUBT] * max(self.layout.cfg_size, 1)
+        parts: list[Any] = [DOUBT] * max(self.layout.cfg_size, 1)
         self._tell(lambda: self._hand_down(_Way(rank=_world_rank(self.layout)), parts))
 
     def _settle(self, way: _Way) -> bool:
         try:
             return self.settle(tuple(way.causes))
         except OmniKVError:
-            self._tell(lambda: self._pass_word_down(way, _DOUBT))
+            self._tell(lambda: self._pass_word_down(way, DOUBT))
             raise
 
     def _tell(self, calls: Callable[[], object]) -> None:
@@ -143,7 +147,14 @@ class HandingOn:
         return None
 
     def _call(self, calls: Callable[[], Any]) -> Any:
-        return self.calls.make(_WHAT, calls, deadline=self.deadline, request_id=self.request_id)
+        def in_doubt_when_lost() -> Any:
+            try:
+                return calls()
+            except OmniKVError as error:
+                # What a peer of this group has now, or will do, nobody here can tell.
+                raise VerdictInDoubt(str(error), request_id=self.request_id) from error
+
+        return self.calls.make(_WHAT, in_doubt_when_lost, deadline=self.deadline, request_id=self.request_id)
 
     def _prepare(self, way: _Way) -> Payload | None:
         try:
@@ -155,7 +166,7 @@ class HandingOn:
             return None
 
     def _hand_down(self, way: _Way, parts: list[Payload | None]) -> None:
-        way.payload = parts[0] if parts else None
+        way.given = Given(parts[0] if parts else None)
         for at, level in enumerate(self.layout.levels()):
             if level.rank != 0:
                 self._take(level, way)
@@ -197,18 +208,22 @@ class HandingOn:
             return []
         return parts
 
+    def _over(self, level: Level) -> LevelCalls:
+        return PackedCalls(level.group, deadline=self.deadline) if self.packs(level.group) else ObjectCalls(level.group)
+
     def _take(self, level: Level, way: _Way) -> None:
         try:
-            way.payload = level.group.recv_object(src=0) if level.splits else level.group.broadcast_object(None, src=0)
+            calls = self._over(level)
+            way.given = calls.receive() if level.splits else calls.receive_broadcast()
         # edge: the group is an engine's; the ranks below this one wait for a message whatever it raises.
         except Exception as error:  # noqa: BLE001
-            way.failure, way.payload = error, None
+            way.failure, way.given = error, NOTHING
 
     def _send(self, level: Level, rank: int, part: Payload | None, way: _Way) -> bool:
         """Whether this rank was given KV. Once one could not be given any, the others are not either."""
         part = None if way.causes else part
         try:
-            level.group.send_object(detach_from_buffers(part), dst=rank)
+            self._over(level).send(Given(part), rank)
         # edge: the group is an engine's, and one follower that cannot be served must not keep the others waiting.
         except Exception as error:
             logger.exception("KV of request %s could not be sent to guidance rank %d", self.request_id, rank)
@@ -221,7 +236,7 @@ class HandingOn:
 
     def _send_nothing(self, level: Level, rank: int, way: _Way) -> None:
         try:
-            level.group.send_object(None, dst=rank)
+            self._over(level).send(NOTHING, rank)
         # edge: the same group failed a moment ago.
         except Exception:
             logger.exception("guidance rank %d could not even be told that there is no KV", rank)
@@ -229,18 +244,18 @@ class HandingOn:
 
     def _broadcast(self, level: Level, way: _Way) -> bool:
         """Whether the ranks below were given KV."""
-        part = None if way.causes or way.failure is not None else way.payload
+        given = NOTHING if way.causes or way.failure is not None else way.given
         try:
-            level.group.broadcast_object(detach_from_buffers(part), src=0)
+            self._over(level).broadcast(given)
         # edge: the group is an engine's. What cannot be packed failed before anything left; None can still be told.
         except Exception as error:
             logger.exception("KV of request %s could not be broadcast", self.request_id)
             self.counters["broadcast_failed"] += 1
             way.blame(f"could not broadcast it: {error}")
-            level.group.broadcast_object(None, src=0)
+            self._over(level).broadcast(NOTHING)
             return False
-        way.gave = way.gave or part is not None
-        return part is not None
+        way.gave = way.gave or given.payload is not None
+        return given.payload is not None
 
     def _gather_answers(self, way: _Way) -> None:
         levels = self.layout.levels()

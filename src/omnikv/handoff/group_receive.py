@@ -19,6 +19,7 @@ from omnikv.core.roles import Payload
 from omnikv.errors import OmniKVError
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.distribute import Causes, HandingOn
+from omnikv.handoff.level_calls import takes_packed
 from omnikv.handoff.lockstep import Case, Lockstep, VoteRules, drop_payload, received_until_vote, request_id_of
 from omnikv.handoff.open_request import Deadlines, OpenRequest, OpenRequests, ids_of
 from omnikv.tensors.place import move_tensors
@@ -41,6 +42,7 @@ class GroupReceive:
         *,
         channel_address: tuple[str, int] | None = None,
     ) -> None:
+        self._rules = rules
         self._timeouts_s = timeouts_s
         self._counters = counters
         self._calls = BoundedCalls()
@@ -138,7 +140,12 @@ class GroupReceive:
             calls=self._calls,
             deadline=case.deadline,
             counters=self._counters,
+            packs=self._packs,
         )
+
+    def _packs(self, group: Any) -> bool:
+        # As with the votes: what released engines do stays what their peers see, where a setting asks for that.
+        return self._rules.dialect != "published" and self._rules.over != "objects" and takes_packed(group)
 
     def _deadlines(self) -> Deadlines:
         recv_timeout_s, vote_timeout_s = self._timeouts_s()

@@ -83,9 +83,9 @@ class RankProcess(Generic[JobT]):
     def pid(self) -> int:
         return self._process.pid
 
-    def order(self, command: str) -> None:
-        """Tell the rank to go on with `command`."""
-        self._send({"command": command})
+    def order(self, command: str, **details: Any) -> None:
+        """Tell the rank to go on with `command`; details are JSON."""
+        self._send({"command": command, **details})
 
     def kill(self) -> None:
         """End the rank as a crash would."""
