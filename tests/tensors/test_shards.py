@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from omnikv.core.partition import split_heads
 from omnikv.core.topology import KVTPTopology, get_kv_source_ranks
 from omnikv.errors import TopologyError, WireError, WireReason
 from omnikv.tensors.shards import (
@@ -251,3 +252,44 @@ def test_heads_that_do_not_divide_are_an_error(tensor, offset, slices, match):
 
 def test_what_is_no_tensor_is_not_cut():
     assert slice_kv_tensor_heads(None, 0, 2) is None
+
+
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_d18_fewer_heads_than_receivers_are_replicated_on_neighbours(num_slices):
+    tensor = torch.arange(2.0).view(1, 2, 1)
+    got = [slice_kv_tensor_heads(tensor, part, num_slices).flatten().tolist() for part in range(num_slices)]
+    assert got == [[float(part * 2 // num_slices)] for part in range(num_slices)]
+
+
+def test_x02_a_sender_of_one_head_serves_two_receivers():
+    topo = topology(2, 4, 1)
+    for target in (2, 3):
+        assert slice_for_target(shard([1])["layer_blocks"], topo, target)["key_cache"][0][0, :, 0].tolist() == [1]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (4, 1), (4, 2), (6, 3), (8, 2), (8, 4), (12, 6)])
+def test_x01_d19_a_receiver_gets_each_of_its_heads_once_whether_replicated_or_not(source, target, num_kv_heads):
+    held, needed = split_heads(num_kv_heads, source), split_heads(num_kv_heads, target)
+    for rank in range(target):
+        topo = topology(source, target, rank)
+        ranks = get_kv_source_ranks(topo)
+        have = {head for sender in ranks for head in held[sender]}
+        shards = [shard(held[sender]) for sender in ranks]
+        if not have.issuperset(needed[rank]):
+            with pytest.raises(TopologyError, match=f"no source holds head.*which target rank {rank} needs"):
+                merge_received_rank_shards(shards, source_ranks=ranks, topo=topo, num_kv_heads=num_kv_heads)
+            continue
+        merged = merge_received_rank_shards(shards, source_ranks=ranks, topo=topo, num_kv_heads=num_kv_heads)
+        assert heads_of(merged) == [list(needed[rank])] * 2
+        assert heads_of(merged, "value_cache") == [[100 + head for head in needed[rank]]] * 2
+
+
+def test_a_shard_with_other_heads_than_the_model_gives_it_is_refused():
+    refused(
+        WireReason.SHAPE,
+        "key_cache layer 0 of the shard of source rank 0 has 2 heads; by the model's number of KV heads",
+        lambda: merge_received_rank_shards(
+            [shard([0, 1]), shard([2, 3])], source_ranks=[0, 1], topo=topology(2, 1, 0), num_kv_heads=2
+        ),
+    )

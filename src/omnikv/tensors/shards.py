@@ -7,15 +7,22 @@ another rank.
 
 Shards are joined only if they fit: a layer that one of them lacks, another dtype, another number of tokens or another
 request would give a tensor that looks right and is not (X03, X04, X05).
+
+A shard does not say which heads it holds. Where there are fewer KV heads than ranks, neighbouring ranks hold the same
+ones, and joining their shards side by side would double them (X01). So whoever knows the model says how many KV heads
+it has; which shard then gives which head is planned as for every other route (`omnikv.core.plan`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from omnikv.core.boxes import HeadIds
+from omnikv.core.partition import Parallel, split_heads
+from omnikv.core.plan import StageIndex, plan_target, prove
 from omnikv.core.topology import KVTPTopology
 from omnikv.core.wire import SLICE_STAMP_KEY
 from omnikv.errors import TopologyError, WireError, WireReason
@@ -30,7 +37,8 @@ CACHE_NAMES = ("key_cache", "value_cache")
 def slice_kv_tensor_heads(tensor: torch.Tensor | None, offset_in_shard: int, num_slices: int) -> torch.Tensor | None:
     """The `offset_in_shard`-th of `num_slices` equal parts of the tensor's heads (dimension 1), as a view.
 
-    What is no tensor is given back as it is.
+    Of fewer heads than parts, neighbouring parts are the same head: engines replicate them so (D18). What is no tensor
+    is given back as it is.
 
     Raises:
         TopologyError: no head axis, or the heads do not divide, or there is no such part.
@@ -42,13 +50,13 @@ def slice_kv_tensor_heads(tensor: torch.Tensor | None, offset_in_shard: int, num
     if num_slices <= 0 or not 0 <= offset_in_shard < num_slices:
         raise TopologyError(f"there is no part {offset_in_shard} of {num_slices}")
     num_heads = tensor.shape[1]
-    if num_heads % num_slices:
+    if not num_heads or (num_heads % num_slices and num_slices % num_heads):
         raise TopologyError(
-            f"{num_heads} KV heads must be divisible by {num_slices} receivers; state explicit head ids "
-            "(omnikv.Route) for such stages"
+            f"{num_heads} KV heads must be divisible by {num_slices} receivers, or they by the heads; state explicit "
+            "head ids (omnikv.Route) for such stages"
         )
-    heads_each = num_heads // num_slices
-    return tensor.narrow(1, offset_in_shard * heads_each, heads_each)
+    heads = split_heads(num_heads, num_slices)[offset_in_shard]
+    return tensor.narrow(1, heads[0], len(heads))
 
 
 def slice_layer_blocks(layer_blocks: dict[str, Any], offset_in_shard: int, num_slices: int) -> dict[str, list[Any]]:
@@ -110,30 +118,41 @@ def slice_received_rank_shard(
 
 
 def merge_received_rank_shards(
-    payloads: list[Payload], merger: Merger | None = None, source_ranks: Sequence[int | None] | None = None
+    payloads: list[Payload],
+    merger: Merger | None = None,
+    source_ranks: Sequence[int | None] | None = None,
+    *,
+    topo: KVTPTopology | None = None,
+    num_kv_heads: int | None = None,
 ) -> Payload | None:
     """One payload whose layers hold the heads of all shards, in their order; a single shard is given back unchanged.
 
-    A `merger` decides for itself. `source_ranks` name the shards in messages; their positions do otherwise.
+    A `merger` decides for itself. `source_ranks` name the shards in messages; their positions do otherwise. With
+    `num_kv_heads`, how many the model has in all, `topo` and the `source_ranks`, each head is taken from one shard that
+    holds it; without, every shard is taken to hold heads of its own, as released engines do.
 
     Raises:
         WireError: the shards do not fit together; the message names the layer and the shard.
+        TopologyError: the shards of these ranks do not hold all heads that this rank needs.
     """
     if callable(merger):
         return merger(payloads)
     if len(payloads) <= 1:
         return payloads[0] if payloads else None
-    names = [
-        f"shard {at}" if rank is None else f"the shard of source rank {rank}"
-        for at, rank in enumerate(source_ranks or [None] * len(payloads))
-    ]
+    ranks = source_ranks or [None] * len(payloads)
+    names = [f"shard {at}" if rank is None else f"the shard of source rank {rank}" for at, rank in enumerate(ranks)]
     for payload, name in zip(payloads, names, strict=True):
         _require_layers(payload, name)
         _require_same(
             "request", payloads[0].get("request_id"), payload.get("request_id"), name, WireReason.WRONG_REQUEST
         )
+    known = [rank for rank in ranks if rank is not None]
+    if topo is None or num_kv_heads is None or len(known) < len(payloads):
+        picks = [_Pick(at, None) for at in range(len(payloads))]
+    else:
+        picks = _planned_picks(topo, num_kv_heads, known)
     blocks = {
-        cache: _merge_cache(cache, [payload["layer_blocks"].get(cache) or [] for payload in payloads], names)
+        cache: _merge_cache(cache, [payload["layer_blocks"].get(cache) or [] for payload in payloads], names, picks)
         for cache in CACHE_NAMES
     }
     for layer, (key, value) in enumerate(zip(*(blocks[cache] for cache in CACHE_NAMES), strict=True)):
@@ -147,15 +166,47 @@ def merge_received_rank_shards(
     }
 
 
-def _merge_cache(cache: str, shards: list[list[Any]], names: list[str]) -> list[torch.Tensor | None]:
+class _Pick(NamedTuple):
+    """A shard's number and which of its heads are taken, of how many it must have; None: all that it has."""
+
+    shard: int
+    heads: _Heads | None
+
+
+class _Heads(NamedTuple):
+    positions: HeadIds
+    held: int
+
+
+def _planned_picks(topo: KVTPTopology, num_kv_heads: int, source_ranks: Sequence[int]) -> list[_Pick]:
+    """What a plan takes from each of these shards, which are all that this rank reads, in the order of its own heads.
+
+    Raises:
+        TopologyError: these shards do not hold all heads that this rank needs.
+    """
+    held = Parallel(tp=topo.source_tp_size).boxes(num_kv_heads)
+    sources = StageIndex([held[rank] for rank in source_ranks])
+    needed = Parallel(tp=topo.target_tp_size).boxes(num_kv_heads)[topo.local_rank]
+    pieces = plan_target(0, sources, StageIndex([needed]))
+    prove(topo.local_rank, pieces, sources, needed)
+    picks = sorted(
+        (box.target_positions, piece.source_rank, box.source_positions) for piece in pieces for box in piece.boxes
+    )
+    return [_Pick(at, _Heads(positions, len(sources.ranks[at][0].heads))) for _, at, positions in picks]
+
+
+def _merge_cache(
+    cache: str, shards: list[list[Any]], names: list[str], picks: Sequence[_Pick]
+) -> list[torch.Tensor | None]:
     for layers, name in zip(shards, names, strict=True):
         _require_same(f"number of layers in {cache}", len(shards[0]), len(layers), name, WireReason.LAYER_COUNT)
     return [
-        _merge_layer(f"{cache} layer {at}", list(parts), names) for at, parts in enumerate(zip(*shards, strict=True))
+        _merge_layer(f"{cache} layer {at}", list(parts), names, picks)
+        for at, parts in enumerate(zip(*shards, strict=True))
     ]
 
 
-def _merge_layer(what: str, parts: list[Any], names: list[str]) -> torch.Tensor | None:
+def _merge_layer(what: str, parts: list[Any], names: list[str], picks: Sequence[_Pick]) -> torch.Tensor | None:
     absent = [name for part, name in zip(parts, names, strict=True) if part is None]
     if len(absent) == len(parts):
         return None
@@ -171,7 +222,20 @@ def _merge_layer(what: str, parts: list[Any], names: list[str]) -> torch.Tensor 
         _require_same(f"dtype of {what}", first.dtype, part.dtype, name, WireReason.DTYPE)
         _require_same(f"number of tokens of {what}", first.shape[0], part.shape[0], name, WireReason.SHAPE)
         _require_same(f"head size of {what}", tuple(first.shape[2:]), tuple(part.shape[2:]), name, WireReason.SHAPE)
-    return torch.cat(parts, dim=1)
+    return torch.cat([_picked(f"{what} of {names[at]}", parts[at], heads) for at, heads in picks], dim=1)
+
+
+def _picked(what: str, part: torch.Tensor, heads: _Heads | None) -> torch.Tensor:
+    if heads is None:
+        return part
+    if part.shape[1] != heads.held:
+        raise _misfit(
+            f"{what} has {part.shape[1]} heads; by the model's number of KV heads and the sender's size it has "
+            f"{heads.held}",
+            WireReason.SHAPE,
+        )
+    # A plan takes neighbouring heads of a rank that holds neighbouring heads.
+    return part.narrow(1, heads.positions[0], len(heads.positions))
 
 
 def _require_layers(payload: Any, name: str) -> None:
