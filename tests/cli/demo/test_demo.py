@@ -36,7 +36,11 @@ def rows(outcome, role):
 HEADS = {1: [[0, 1, 2]], 2: [[0, 1], [2]], 3: [[0], [1], [2]]}
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
+SLOW = pytest.mark.slow
+SIZES = [(3, 1), (2, 3), pytest.param(1, 3, marks=SLOW), pytest.param(3, 2, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
 def test_the_text_is_that_of_a_single_process(tiny_model_dir, tmp_path, prefill_tp, decode_tp):
     options = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
     done, outcome = run_demo(tiny_model_dir, tmp_path, *options)

@@ -94,6 +94,14 @@ def test_wake_up_is_counted_from_when_a_payload_was_published_and_waited_for():
     assert row.receive_ms == pytest.approx(500.0)
 
 
+def test_a_payload_that_is_here_before_its_sender_has_returned_is_not_late():
+    prefill = [a_prefill_rank(0), a_prefill_rank(1)]
+    for rank in prefill:
+        rank.events["sent"]["sent_s"] += 60.0
+
+    assert a_result(prefill, [a_decode_rank()]).ranks[-1].wake_up_ms == 0.0
+
+
 def test_a_dropped_handoff_says_who_was_killed_and_what_every_rank_did():
     result = a_dropped_result()
 

@@ -147,10 +147,11 @@ def _wake_up(
 ) -> tuple[float, float]:
     """How late the worst payload was noticed, and when the last one was.
 
-    A payload can only be late from when it was both published and waited for.
+    A payload can only be late from when it was both published and waited for, and it may be here before its sender has
+    returned from publishing it.
     """
     arrived = [(started_s + waited_s, max(started_s, sent[source_rank]["sent_s"])) for source_rank, waited_s in sources]
-    return max(here_s - due_s for here_s, due_s in arrived), max(here_s for here_s, _ in arrived)
+    return max(0.0, *(here_s - due_s for here_s, due_s in arrived)), max(here_s for here_s, _ in arrived)
 
 
 def _ms(seconds: float) -> float:
