@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from omnikv.core.keys import PRIMARY_ROLE, Edge, PayloadId
 from omnikv.errors import OmniKVError
-from omnikv.transports.base import Endpoint, Lease, Transport
+from omnikv.transports.base import DEFAULT_PAYLOAD_TTL_S, Endpoint, Lease, Transport
 from omnikv.transports.registry import open_transport
 
 
@@ -29,11 +29,21 @@ class TransportPair(Protocol):
     def patience_s(self) -> float:
         """How long a check waits for what must come before it calls it missing, in seconds."""
 
-    def open_source(self, rank: int, targets: tuple[int, ...], facts: Mapping[str, str]) -> Transport:
-        """The sending end of `rank`, which deals with target ranks `targets`."""
+    def open_source(
+        self,
+        rank: int,
+        targets: tuple[int, ...],
+        facts: Mapping[str, str],
+        *,
+        num_readers: int = 1,
+        payload_ttl_s: float = DEFAULT_PAYLOAD_TTL_S,
+    ) -> Transport:
+        """The sending end of `rank`, which deals with target ranks `targets`, of `num_readers` processes each."""
 
-    def open_target(self, rank: int, sources: tuple[int, ...], facts: Mapping[str, str]) -> Transport:
-        """The receiving end of `rank`, which deals with source ranks `sources`."""
+    def open_target(
+        self, rank: int, sources: tuple[int, ...], facts: Mapping[str, str], *, reader: int = 0
+    ) -> Transport:
+        """The receiving end of one reader of `rank`, which deals with source ranks `sources`."""
 
 
 def _fresh_edge() -> Edge:
@@ -50,15 +60,42 @@ class NamedPair:
     patience_s: float = 30.0
     edge: Edge = field(default_factory=_fresh_edge)
 
-    def open_source(self, rank: int, targets: tuple[int, ...], facts: Mapping[str, str]) -> Transport:
+    def open_source(
+        self,
+        rank: int,
+        targets: tuple[int, ...],
+        facts: Mapping[str, str],
+        *,
+        num_readers: int = 1,
+        payload_ttl_s: float = DEFAULT_PAYLOAD_TTL_S,
+    ) -> Transport:
         """The sending end of `rank`, with a pool of `pool_nbytes`."""
-        endpoint = Endpoint(edge=self.edge, side="source", rank=rank, peer_ranks=targets, facts=facts)
-        return open_transport(self.transport, endpoint, {"pool_nbytes": self.pool_nbytes, **self.options})
+        endpoint = Endpoint(
+            edge=self.edge,
+            side="source",
+            rank=rank,
+            peer_ranks=targets,
+            facts=facts,
+            num_readers=num_readers,
+            payload_ttl_s=payload_ttl_s,
+        )
+        wanted = {"pool_nbytes": self.pool_nbytes, **self.options, **self.source_options(rank)}
+        return open_transport(self.transport, endpoint, wanted)
 
-    def open_target(self, rank: int, sources: tuple[int, ...], facts: Mapping[str, str]) -> Transport:
-        """The receiving end of `rank`."""
-        endpoint = Endpoint(edge=self.edge, side="target", rank=rank, peer_ranks=sources, facts=facts)
-        return open_transport(self.transport, endpoint, self.options)
+    def open_target(
+        self, rank: int, sources: tuple[int, ...], facts: Mapping[str, str], *, reader: int = 0
+    ) -> Transport:
+        """The receiving end of one reader of `rank`."""
+        endpoint = Endpoint(edge=self.edge, side="target", rank=rank, peer_ranks=sources, facts=facts, reader=reader)
+        return open_transport(self.transport, endpoint, {**self.options, **self.target_options(sources)})
+
+    def source_options(self, rank: int) -> Mapping[str, Any]:
+        """Options of one source alone, for transports whose ends cannot compute where the others are."""
+        return {}
+
+    def target_options(self, sources: tuple[int, ...]) -> Mapping[str, Any]:
+        """Options of a target that deals with these sources alone."""
+        return {}
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -67,7 +67,12 @@ class Role(Protocol):
 
 
 class Sockets(Protocol):
-    """What a transport brings: its door, and its links."""
+    """What a transport brings: its door, and its links.
+
+    `max_strangers` is how many connections may be up, beside those of the peers, whose greeting has not ended.
+    """
+
+    max_strangers: int
 
     def open_door(
         self,
@@ -111,7 +116,7 @@ class LinkLoop:
         self._logged: set[str] = set()
         self._closing = False
         # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
-        self._max_unready = MAX_UNREADY_LINKS + 2 * len(endpoint.peers())
+        self._max_unready = sockets.max_strangers + 2 * len(endpoint.peers())
         # Until when the thread sleeps; infinite while it has no reason to wake by itself, and 0 while it is awake.
         self._sleeps_until = 0.0
         self._door = sockets.open_door(self._adopt, self.count, self._wake)
@@ -262,8 +267,12 @@ class LinkLoop:
             return
         if mask & selectors.EVENT_WRITE:
             link.flush()
-        if not mask & selectors.EVENT_READ:
-            return
+        if mask & selectors.EVENT_READ:
+            self._hear(link)
+        if link.is_over:
+            self.forget(link)
+
+    def _hear(self, link: Link) -> None:
         try:
             with closing(link.receive()) as messages:
                 for message, extra in messages:
@@ -292,7 +301,7 @@ class LinkLoop:
         if link.peer is not None or link.seat not in (None, seat):
             raise RemoteProtocolError(f"an unexpected Hello of {seat}")
         link.peer, link.seat = peer, seat
-        reason = hello_mismatch(self._hello, peer, self._endpoint.peer_ranks)
+        reason = hello_mismatch(self._hello, peer, self._endpoint.peers())
         if reason is not None:
             self.count("refused_peers", f"{peer.side} {seat} (pid {peer.pid}) does not fit: {reason}")
             link.send(Refused(spell_reason(reason)))

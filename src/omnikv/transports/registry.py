@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "omnikv.transports"
 _BUILT_IN = {
     "memory": "omnikv.transports.memory:MemoryTransport",
     "shm": "omnikv.transports.shm:ShmTransport",
+    "tcp": "omnikv.transports.tcp:TcpTransport",
 }
 _registered: dict[str, TransportFactory] = {}
 

@@ -31,6 +31,7 @@ from typing import ClassVar
 
 from omnikv.errors import TransportUnavailable
 from omnikv.transports.base import Capabilities, Endpoint, Seat
+from omnikv.transports.link_loop import MAX_UNREADY_LINKS
 from omnikv.transports.links import Link
 from omnikv.transports.pair import PairTransport
 from omnikv.transports.shm_door import ShmDoor
@@ -47,6 +48,8 @@ def is_debugging() -> bool:
 
 class ShmSockets:
     """The Unix sockets of one end."""
+
+    max_strangers = MAX_UNREADY_LINKS
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from omnikv.core.messages import Ready, Retired, Segment
-from omnikv.errors import PutRejected
 from omnikv.transports.links import Link
 from omnikv.transports.shm_link import ShmLink
-from omnikv.transports.shm_pool import PAGE_NBYTES, Pool, Room
+from omnikv.transports.shm_pool import Pool, Room
 
 
 class ShmShelf:
@@ -25,21 +23,7 @@ class ShmShelf:
         Raises:
             PutRejected: no room; `retryable` when room may come back.
         """
-        needed = sum(max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES for nbytes in sizes)
-        if needed > self._pool.limit_nbytes:
-            raise PutRejected(
-                f"shm: {len(sizes)} payloads of {sum(sizes)} bytes together can never fit the pool of "
-                f"{self._pool.limit_nbytes} bytes; raise pool_nbytes",
-                transport="shm",
-            )
-        try:
-            return self._take_each(sizes)
-        except PutRejected:
-            if len(sizes) == 1:
-                raise
-        # Room that is there in pieces: one stretch for all of them makes the pool tidy up, if that helps.
-        self._pool.give(self._pool.take(needed))
-        return self._take_each(sizes)
+        return self._pool.take_all(sizes)
 
     def view(self, room: Room) -> memoryview:
         """The writable bytes of one payload."""
@@ -77,12 +61,3 @@ class ShmShelf:
     def close(self) -> None:
         """Nothing; descriptors are given back, memory goes with the last view of it."""
         self._pool.close()
-
-    def _take_each(self, sizes: Sequence[int]) -> list[Room]:
-        with ExitStack() as on_failure:
-            rooms = []
-            for nbytes in sizes:
-                rooms.append(self._pool.take(nbytes))
-                on_failure.callback(self._pool.give, rooms[-1])
-            on_failure.pop_all()
-        return rooms

@@ -43,6 +43,9 @@ class ShmWindow:
         """Nothing; forgets its segments, which stay mapped while they are read."""
         self._segments.pop(link, None)
 
+    def given_up(self, link: Link, ask: int) -> None:
+        """Nothing; what is not asked for costs nothing here."""
+
     def close(self) -> None:
         """Nothing; forgets all."""
         self._segments.clear()

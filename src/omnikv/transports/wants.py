@@ -30,7 +30,7 @@ from omnikv.transports.bell import Bell
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
 from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, withdrawn
-from omnikv.transports.window import PairLease, Window
+from omnikv.transports.window import Arrival, PairLease, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
@@ -153,8 +153,7 @@ class Wants:
                     self._send_interest(payload, is_given=False)
             for ask in list(self._asks.values()):
                 if ask.payload in payloads and not ask.is_settled:
-                    if ask.link is not None:
-                        ask.link.send(Unwant(ask.number))
+                    self._unwant(ask)
                     ask.settle(error=withdrawn(self._name, ask.payload))
 
     def end_lease(self, link: Link, lease: PairLease, message: Ack | Return) -> None:
@@ -241,14 +240,22 @@ class Wants:
                 ask.settle(error=error_of(ask.payload, End(message.how, message.generation, message.cause)))
             return
         arrival = self._window.handle(link, message, extra)
-        if arrival is None:
-            return
+        if arrival is not None:
+            self.arrive(link, arrival)
+
+    def arrive(self, link: Link, arrival: Arrival) -> None:
+        """A payload is here; for windows that know of it later than by a message."""
         if self.is_expected(link, arrival.ask):
             ask = self._asks[arrival.ask]
             ask.settle(lease=PairLease(ask.payload, arrival, partial(self.end_lease, link)))
         else:
             arrival.free()
             link.send(Return(arrival.lease))
+
+    def fail_ask(self, link: Link, ask: int, error: OmniKVError) -> None:
+        """What `ask` was answered with over `link` cannot be had here."""
+        if self.is_expected(link, ask):
+            self._asks[ask].settle(error=error)
 
     def stopped(self, error: BaseException | None) -> None:
         """Wake whoever waits: this end is closed."""
@@ -307,11 +314,16 @@ class Wants:
 
     def _take_back(self, ask: _Ask) -> None:
         self._asks.pop(ask.number, None)
-        if ask.link is not None and not ask.is_settled:
-            ask.link.send(Unwant(ask.number))
+        if not ask.is_settled:
+            self._unwant(ask)
         elif ask.lease is not None and ask.link is not None:
             ask.lease.arrival.free()
             ask.link.send(Return(ask.lease.arrival.lease))
+
+    def _unwant(self, ask: _Ask) -> None:
+        if ask.link is not None:
+            ask.link.send(Unwant(ask.number))
+            self._window.given_up(ask.link, ask.number)
 
     def _drop(self, link: Link) -> None:
         assert link.seat is not None

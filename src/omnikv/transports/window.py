@@ -46,6 +46,9 @@ class Window(Protocol):
     def link_gone(self, link: Link) -> None:
         """A source is gone; nothing more comes from it."""
 
+    def given_up(self, link: Link, ask: int) -> None:
+        """Nobody waits for the answer to `ask` any more, which was asked over `link` and not answered yet."""
+
     def close(self) -> None:
         """Nothing more is wanted; what is leased still may stay readable where the medium allows it."""
 

@@ -1,0 +1,173 @@
+"""One payload that a tcp target pulls, and the lanes over which pieces of payloads come in."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omnikv.errors import RemoteProtocolError
+from omnikv.transports.shm_pool import Room
+from omnikv.transports.stream_frames import frame
+from omnikv.transports.tcp_door import LaneCall
+from omnikv.transports.tcp_lanes import Lane
+from omnikv.transports.tcp_link import TcpLink
+from omnikv.transports.tcp_messages import PIECE, PIECE_NBYTES, Pull, Stop
+from omnikv.transports.tcp_stream import Stream
+
+if TYPE_CHECKING:
+    from omnikv.transports.tcp_window import TcpWindow
+
+# How much of one lane is read before the others get their turn.
+TURN_NBYTES = 4 << 20
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Transfer:
+    """One payload on its way: its room here once it has one, and how much of it has come.
+
+    `lease` is None until the source has published it. The lane thread owns everything else once it has begun.
+    """
+
+    def __init__(self, number: int, link: TcpLink, ask: int, token: int, nbytes: int, lease: int | None) -> None:
+        self.number = number
+        self.link = link
+        self.ask = ask
+        self.token = token
+        self.nbytes = nbytes
+        self.lease = lease
+        self.room: Room | None = None
+        self.lane_number = 0
+        # The lane that brings it, while one does.
+        self.lane: PullingLane | None = None
+        self.received_nbytes = 0
+        # Nobody wants it any more.
+        self.is_over = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte has come."""
+        return self.received_nbytes == self.nbytes
+
+
+class PullingLane(Lane):
+    """A lane at a target: pulls go out, pieces come in. Pieces of a transfer that is over are read and thrown away."""
+
+    def __init__(self, stream: Stream, call: LaneCall, window: TcpWindow) -> None:
+        super().__init__(stream, call.link.who)
+        self.call = call
+        self._window = window
+        self._pulled: dict[int, Transfer] = {}
+        self._out = b""
+        self._head = bytearray(PIECE.size)
+        self._head_nbytes = 0
+        # What the piece under way still lacks: its place, or scratch, and the transfer that it belongs to.
+        self._rest: memoryview = memoryview(b"")
+        self._transfer: Transfer | None = None
+        self._scratch = memoryview(b"")
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether pulls wait to go out."""
+        return bool(self._out)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the source should be sending something: a piece that it began."""
+        return bool(self._rest) or bool(self._out)
+
+    def pull(self, transfer: Transfer) -> None:
+        """Nothing; asks for what the transfer still lacks."""
+        self._pulled[transfer.number] = transfer
+        transfer.lane = self
+        self._say(Pull(transfer.number, transfer.token, transfer.received_nbytes))
+
+    def stop(self, transfer: Transfer) -> None:
+        """Nothing; not a byte more is written for this transfer, and the source is told that nobody wants the rest."""
+        if self._pulled.pop(transfer.number, None) is not None:
+            self._say(Stop(transfer.number))
+        if self._transfer is transfer:
+            self._transfer = None
+            self._rest = self._scratch_of(len(self._rest))
+
+    def read(self) -> bool:
+        """Whether there may be more; receives pieces in their places."""
+        budget = TURN_NBYTES
+        while budget > 0:
+            received = self._read_piece() if self._rest else self._read_head()
+            if received is None:
+                return False
+            if not received:
+                raise ConnectionResetError("the source ended the lane")
+            budget -= received
+            self.moved_at = time.monotonic()
+        return True
+
+    def write(self) -> None:
+        """Nothing; sends pulls."""
+        sent = self.stream.write(self._out)
+        if sent:
+            self.moved_at = time.monotonic()
+            self._out = self._out[sent:]
+
+    def gone(self) -> None:
+        """Nothing; what it carried goes on over the next one."""
+        for transfer in self._pulled.values():
+            transfer.lane = None
+        self._pulled.clear()
+        self._window.lane_gone(self)
+
+    def _say(self, message: Pull | Stop) -> None:
+        if not self.is_owed:
+            self.moved_at = time.monotonic()
+        self._out += frame(_encode(message))
+        self._window.lane_changed(self)
+
+    def _read_head(self) -> int | None:
+        received = self.stream.read_into(memoryview(self._head)[self._head_nbytes :])
+        if not received:
+            return received
+        self._head_nbytes += received
+        if self._head_nbytes == PIECE.size:
+            self._head_nbytes = 0
+            self._begin_piece(*PIECE.unpack(self._head))
+        return received
+
+    def _read_piece(self) -> int | None:
+        received = self.stream.read_into(self._rest)
+        if received:
+            self._rest = self._rest[received:]
+            transfer = self._transfer
+            if transfer is not None:
+                transfer.received_nbytes += received
+                if transfer.is_whole:
+                    self._pulled.pop(transfer.number, None)
+                    self._transfer = transfer.lane = None
+                    self._window.received(transfer)
+        return received
+
+    def _begin_piece(self, number: int, offset: int, nbytes: int) -> None:
+        transfer = self._transfer = self._pulled.get(number)
+        if nbytes > PIECE_NBYTES:
+            raise RemoteProtocolError(f"a piece of {nbytes} bytes, at most {PIECE_NBYTES} are taken")
+        if transfer is None:
+            # Given up after the source had begun to send it.
+            self._rest = self._scratch_of(nbytes)
+        elif not nbytes:
+            self._pulled.pop(number)
+            self._transfer = transfer.lane = None
+            self._window.lost(transfer)
+        elif offset + nbytes > transfer.nbytes or transfer.received_nbytes + nbytes > transfer.nbytes:
+            raise RemoteProtocolError(
+                f"a piece of {nbytes} bytes at {offset} of a payload of {transfer.nbytes} bytes, of which "
+                f"{transfer.received_nbytes} have come"
+            )
+        else:
+            assert transfer.room is not None
+            self._rest = transfer.room.view[offset : offset + nbytes]
+
+    def _scratch_of(self, nbytes: int) -> memoryview:
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(PIECE_NBYTES))
+        return self._scratch[:nbytes]
