@@ -186,14 +186,14 @@ class PairOf:
     patience_s: float = 0.5
     edge: Edge = field(default_factory=lambda: NamedPair(transport="memory").edge)
 
-    def open_source(self, rank, targets, facts):
-        return self._open("source", rank, targets, facts)
+    def open_source(self, rank, targets, facts, **terms):
+        return self._open("source", rank, targets, facts, terms)
 
-    def open_target(self, rank, sources, facts):
-        return self._open("target", rank, sources, facts)
+    def open_target(self, rank, sources, facts, **terms):
+        return self._open("target", rank, sources, facts, terms)
 
-    def _open(self, side, rank, peers, facts):
-        endpoint = Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, facts=facts)
+    def _open(self, side, rank, peers, facts, terms):
+        endpoint = Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, facts=facts, **terms)
         transport = self.kind(endpoint, pool_nbytes=self.pool_nbytes)
         self.stack.callback(transport.close)
         return transport

@@ -57,8 +57,8 @@ QUERY_INFO = b"query_info"
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Opens a connection, from both sides: who speaks, and what it holds for true of the pair.
 
-    `incarnation` differs for each life of a rank, so that a restarted peer is told from its earlier self. A target is
-    its rank's `reader` of `num_readers`.
+    `incarnation` differs for each life of a rank, so that a restarted peer is told from its earlier self. A target says
+    which of its rank's readers it is.
     """
 
     version: Count
@@ -72,7 +72,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     incarnation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     facts: dict[str, str]
     reader: Count = 0
-    num_readers: Count = 1
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

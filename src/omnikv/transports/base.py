@@ -54,9 +54,9 @@ class Endpoint:
     """Which rank of which stage a transport object serves, and which ranks of the other stage it deals with.
 
     `facts` are texts that both peers must state alike (the route, for one); a transport compares them when two peers
-    meet and refuses the pair in plain words when they differ. Several processes may serve one target rank, as its
-    readers 0 to `num_readers` - 1, each of which gets every payload; both sides state how many there are. A payload
-    expires at its source when nobody was interested in it for `payload_ttl_s`, which may be infinite.
+    meet and refuses the pair in plain words when they differ. Several processes may serve one target rank, each as
+    another `reader`, counted from 0; a source says how many there are (`num_readers`), and each gets every payload. A
+    payload expires at its source when nobody was interested in it for `payload_ttl_s`, which may be infinite.
 
     Raises:
         ConfigError: there is no such reader, or `payload_ttl_s` is no time.
@@ -74,7 +74,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not (isinstance(self.num_readers, int) and 1 <= self.num_readers <= MAX_READERS):
             raise ConfigError(f"num_readers must be 1 to {MAX_READERS}, got {self.num_readers!r}")
-        last = self.num_readers - 1 if self.side == "target" else 0
+        last = MAX_READERS - 1 if self.side == "target" else 0
         if not (isinstance(self.reader, int) and 0 <= self.reader <= last):
             raise ConfigError(f"reader must be 0 to {last} at a {self.side}, got {self.reader!r}")
         if not (isinstance(self.payload_ttl_s, (int, float)) and self.payload_ttl_s > 0):

@@ -14,7 +14,15 @@ from omnikv.errors import ConfigError, ConnectError, LocalProtocolError, OmniKVE
 from omnikv.transports.base import MAX_ASKS, Endpoint, Lease, Seat
 from omnikv.transports.ledger import Grant
 from omnikv.transports.memory_exchange import Exchange, entering, leaving
-from omnikv.transports.pairing import RETURN_S, dead_source, describe, fact_differences, lost_source, withdrawn
+from omnikv.transports.pairing import (
+    RETURN_S,
+    dead_source,
+    describe,
+    fact_differences,
+    lost_source,
+    unknown_seat,
+    withdrawn,
+)
 
 if TYPE_CHECKING:
     from omnikv.transports.memory_source import MemorySource
@@ -232,10 +240,8 @@ class MemoryTarget:
     def _require_alike(self, source: MemorySource) -> None:
         here, there = self.endpoint, source.endpoint
         differences = fact_differences(here.side, here.facts, there.facts)
-        if here.num_readers != there.num_readers:
-            differences.append(f"num readers: here {here.num_readers}, there {there.num_readers}")
-        if here.rank not in there.peer_ranks:
-            differences.append(f"the source deals with targets {list(there.peer_ranks)}, not with rank {here.rank}")
+        if here.seat not in there.peers():
+            differences.append(unknown_seat(there.peers(), here.seat))
         if differences:
             raise ConnectError(
                 f"memory: source rank {there.rank} and {describe(here)} do not fit: {'; '.join(differences)}",

@@ -89,7 +89,6 @@ def _hello_of(name: str, endpoint: Endpoint, incarnation: str) -> Hello:
         incarnation=incarnation,
         facts=dict(endpoint.facts),
         reader=endpoint.reader,
-        num_readers=endpoint.num_readers,
     )
     nbytes = len(msgspec.msgpack.encode(hello))
     if nbytes > MAX_MESSAGE_NBYTES:

@@ -8,7 +8,7 @@ from omnikv.core.handshake import is_of_model, model_differences
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import Hello
 from omnikv.errors import Aborted, ConfigError, ProducerFailed
-from omnikv.transports.base import Endpoint, PutRequest, Side
+from omnikv.transports.base import Endpoint, PutRequest, Seat, Side
 
 # How long after its death a source may take to come back before nobody waits for it any more.
 RETURN_S = 0.5
@@ -27,20 +27,22 @@ def fact_differences(side: str, here: Mapping[str, str], there: Mapping[str, str
     return unequal + model_differences(side, here, there)
 
 
-def hello_mismatch(own: Hello, peer: Hello, peer_ranks: Collection[int]) -> str | None:
+def unknown_seat(peers: Collection[Seat], seat: Seat) -> str:
+    """The sentence that refuses a peer at a seat that this side does not deal with."""
+    return f"peers: {', '.join(map(str, peers))} are dealt with, not {seat}"
+
+
+def hello_mismatch(own: Hello, peer: Hello, peers: Collection[Seat]) -> str | None:
     """Why the two may not deal with each other, each difference in words, or None when they may."""
-    fields = ("version", "namespace", "from_stage", "to_stage", "replica", "num_readers")
+    fields = ("version", "namespace", "from_stage", "to_stage", "replica")
     here = {field.replace("_", " "): str(getattr(own, field)) for field in fields}
     there = {field.replace("_", " "): str(getattr(peer, field)) for field in fields}
     differences = fact_differences(own.side, here, there)
     wanted = "target" if own.side == "source" else "source"
     if peer.side != wanted:
         differences.append(f"side: here {own.side} waits for a {wanted}, there {peer.side}")
-    elif peer.rank not in peer_ranks:
-        known = sorted(peer_ranks)
-        differences.append(f"peer ranks: {own.side} rank {own.rank} deals with {known}, not with rank {peer.rank}")
-    elif peer.reader >= (own.num_readers if own.side == "source" else 1):
-        differences.append(f"readers: {peer.side} rank {peer.rank} has no reader {peer.reader}")
+    elif Seat(peer.rank, peer.reader) not in peers:
+        differences.append(unknown_seat(peers, Seat(peer.rank, peer.reader)))
     differences += fact_differences(own.side, own.facts, peer.facts)
     return "; ".join(differences) or None
 
