@@ -36,6 +36,10 @@ def test_an_unknown_setting_is_named_with_the_known_ones():
         ({"options": [1]}, "options must map"),
         ({"checksum": 1}, "checksum must be true, false or unset"),
         ({"checksum": "yes"}, "checksum must be true, false or unset"),
+        ({"pack_threads": 0}, "pack_threads must be 1 to 16, or unset, got 0"),
+        ({"pack_threads": True}, "pack_threads must be 1 to 16"),
+        ({"pack_threads": 17}, "pack_threads must be 1 to 16"),
+        ({"pack_threads": 2.0}, "pack_threads must be 1 to 16"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(values, message):

@@ -12,6 +12,8 @@ from typing import Any
 from omnikv.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "OMNIKV_"
+# The host's memory is saturated long before so many threads copy.
+MAX_PACK_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class HandoffConfig:
         payload_ttl_s: how long a sender keeps a payload that no receiver is interested in; may be infinite.
         admission_timeout_s: how long a send waits for room in a full transport when the call does not say; 0 is not.
         checksum: whether senders carry a checksum of the payload; None means wherever the bytes leave shared memory.
+        pack_threads: how many threads of a sender write a payload; None means two for large ones, where there are as
+            many cores.
 
     Raises:
         ConfigError: a value has the wrong type or range.
@@ -41,6 +45,7 @@ class HandoffConfig:
     payload_ttl_s: float = 300.0
     admission_timeout_s: float = 0.0
     checksum: bool | None = None
+    pack_threads: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport:
@@ -55,6 +60,9 @@ class HandoffConfig:
         )
         if self.checksum is not None and not isinstance(self.checksum, bool):
             raise ConfigError(f"checksum must be true, false or unset, got {self.checksum!r}")
+        threads = self.pack_threads
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_PACK_THREADS):
+            raise ConfigError(f"pack_threads must be 1 to {MAX_PACK_THREADS}, or unset, got {threads!r}")
 
     def _require_seconds(self, name: str, what: str, is_right: Callable[[float], bool]) -> None:
         value = getattr(self, name)

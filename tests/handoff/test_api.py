@@ -433,8 +433,8 @@ def test_parts_with_different_metadata_do_not_become_one_request(namespace):
 def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, namespace, monkeypatch):
     write = PayloadPlan.write_into
 
-    def write_and_flip(plan, buffer):
-        write(plan, buffer)
+    def write_and_flip(plan, buffer, *threads):
+        write(plan, buffer, *threads)
         buffer[-1] ^= 1
 
     monkeypatch.setattr(PayloadPlan, "write_into", write_and_flip)

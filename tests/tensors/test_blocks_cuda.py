@@ -1,12 +1,16 @@
 """Blocks on a GPU: gathered into host memory or into the GPU's own, and written back from the host."""
 
+import contextlib
+
 import pytest
 import torch
 
 from omnikv.core.layout import Layout
 from omnikv.tensors.blocks import PagedKV, scatter_into_blocks
+from omnikv.tensors.fill import fill
+from omnikv.transports.shm_pool import Pool
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LAYOUT = Layout.packed(4)
 IDS, TOKENS = [5, 0, 3], 10
@@ -32,3 +36,23 @@ def test_layers_on_the_host_are_written_into_blocks_on_a_gpu():
     scatter_into_blocks(layers, [here], IDS, LAYOUT)
     scatter_into_blocks(layers, [there], IDS, LAYOUT)
     assert torch.equal(there.cpu(), here)
+
+
+def test_a_gpus_blocks_go_straight_into_a_pinned_pool():
+    torch.zeros(1, device="cuda")
+    cache = torch.randn(64, 3, 4, 16, device="cuda").bfloat16()
+    ids = list(range(0, 64, 2))
+    sources = [half for layer in PagedKV([cache], ids, 125, LAYOUT).layer_sources() for half in layer]
+    with contextlib.closing(Pool(None, 1 << 20)) as pool:
+        data = torch.frombuffer(pool.take(1 << 20).view, dtype=torch.uint8)
+        assert data.is_pinned()
+        outs = [data[at * 65536 :][: 125 * 3 * 8 * 2].view(torch.bfloat16).view(125, 3, 8) for at in range(2)]
+        # What the engine queued on its own stream is waited for.
+        cache.mul_(2)
+        fill(list(zip(sources, outs, strict=True)))
+        (there,) = PagedKV([cache.cpu()], ids, 125, LAYOUT).layer_sources()
+        for source, out in zip(there, outs, strict=True):
+            expected = torch.empty(source.shape, dtype=source.dtype)
+            source.write_into(expected)
+            assert torch.equal(out, expected)
+        del data, outs, out

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from omnikv.tensors import fill as fill_module
-from omnikv.tensors.fill import PARALLEL_NBYTES, fill
+from omnikv.config import MAX_PACK_THREADS
+from omnikv.tensors.fill import PACKERS, PARALLEL_NBYTES, fill
 
 WAIT_S = 30.0
 
@@ -127,7 +127,7 @@ def test_after_a_failure_nothing_is_being_written_any_more():
 @pytest.mark.usefixtures("two_cpus")
 def test_a_busy_pool_does_not_hold_a_caller_up():
     release = threading.Event()
-    busy = [fill_module._pool().submit(release.wait, WAIT_S) for _ in range(4)]
+    busy = [PACKERS.submit(lambda: release.wait(WAIT_S)) for _ in range(MAX_PACK_THREADS)]
     sources = [Source() for _ in range(4)]
     try:
         run(sources, places(4))
@@ -136,6 +136,36 @@ def test_a_busy_pool_does_not_hold_a_caller_up():
     finally:
         release.set()
         assert all(task.result(WAIT_S) for task in busy)
+
+
+def packers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("omnikv-pack")]
+
+
+def test_a_caller_says_how_many_threads_write(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    together = threading.Barrier(3, timeout=WAIT_S)
+    sources = [Source(together.wait) for _ in range(3)]
+    fill(list(zip(sources, places(3), strict=True)), 3)
+    assert len({thread for source in sources for thread in source.threads}) == 3
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_one_thread_may_be_asked_for():
+    sources = [Source() for _ in range(4)]
+    fill(list(zip(sources, places(4), strict=True)), 1)
+    assert alone(sources)
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_the_threads_are_named_and_end_when_they_are_closed():
+    run([Source() for _ in range(4)], places(4))
+    assert packers()
+    PACKERS.close()
+    PACKERS.close()
+    assert not packers()
+    run([Source() for _ in range(4)], places(4))
+    assert packers()
 
 
 FORKING = """

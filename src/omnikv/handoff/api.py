@@ -151,7 +151,7 @@ class KVSender(_RouteEnd):
             (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))
             for identity, piece in self._identities(request_id, role, attempt)
         ]
-        publish_all(self._transport, plans)
+        publish_all(self._transport, plans, pack_threads=self.config.pack_threads)
         report = SendReport(
             request_id=request_id,
             pieces=tuple(

@@ -73,12 +73,18 @@ def plan_piece(
     )
 
 
-def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPlan]], *, deadline: float = 0.0) -> None:
+def publish_all(
+    transport: Transport,
+    plans: Sequence[tuple[PayloadId, PayloadPlan]],
+    *,
+    deadline: float = 0.0,
+    pack_threads: int | None = None,
+) -> None:
     """Nothing; every payload is reserved, written and then published, or none of them is.
 
     Room for the whole request is taken before anything is written, and waited for until `deadline` (monotonic seconds);
     nothing is visible before everything is written. So a failure leaves no half request behind: the receivers are told
-    its cause instead, unless the same send can succeed later.
+    its cause instead, unless the same send can succeed later. At most `pack_threads` threads write, None for the usual.
 
     Raises:
         PutRejected: no room by then (`retryable`), never enough room, or the request is already live (whose payloads
@@ -91,7 +97,7 @@ def publish_all(transport: Transport, plans: Sequence[tuple[PayloadId, PayloadPl
         slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
         for slot, (identity, plan) in zip(slots, plans, strict=True):
             with _copy_faults_mapped(identity):
-                plan.write_into(slot.buffer)
+                plan.write_into(slot.buffer, pack_threads)
         for slot in slots:
             slot.publish()
 

@@ -4,16 +4,16 @@
 and the layout. All of it is checked when it is made, so that nothing is sent of a request that is wrong anywhere. Its
 layers are sources (`tensors.kv`): each gathers its blocks straight into the room that a transport gave, so a payload is
 read once and written once. The engine's blocks are not held or locked; the engine must leave them alone until sent.
-On a GPU the gather runs on the current stream, after what the engine queued there.
 
-One `index_select` a tensor does the gather: it copies block by block at the speed of memcpy, uses as many threads as
-torch was told to, and takes strided views, so some heads of a block, or a packed layout, need no temporary either.
+Blocks that lie side by side move as one run. Where a request is in few runs, each is one copy; else one `index_select`
+a tensor does the gather: it copies block by block at the speed of memcpy, uses as many threads as torch was told to,
+and takes strided views, so some heads of a block, or a packed layout, need no temporary either. On a GPU the gather
+runs there, and only its result crosses the bus.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,8 +21,9 @@ from typing import TypeAlias
 import torch
 
 from omnikv.core.dtypes import convertible
-from omnikv.core.layout import Layout, is_count
+from omnikv.core.layout import Layout
 from omnikv.errors import ConfigError
+from omnikv.tensors.block_span import TokenRun, TokenSpan, plan_span
 from omnikv.tensors.convert import converted, name_of
 from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, head_runs
 from omnikv.tensors.layouts import BlockViews, LayerCache, layer_views
@@ -31,7 +32,6 @@ from omnikv.tensors.quantised import Scale, dequantise, scale_entry, split_scale
 # `(first head in the output, first head in the blocks, how many)`.
 HeadRun: TypeAlias = "tuple[int, int, int]"
 
-_IDS_SHOWN = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -56,13 +56,13 @@ class PagedKV:
     layout: Layout
     scales: Sequence[tuple[Scale, Scale]] | None = field(default=None, repr=False)
     _layers: tuple[BlockViews, ...] = field(init=False, repr=False)
-    _span: _TokenSpan = field(init=False, repr=False)
+    _span: TokenSpan = field(init=False, repr=False)
     _scales: tuple[LayerKV, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers = _layer_views(self.kv_caches, self.layout)
         object.__setattr__(self, "_layers", layers)
-        object.__setattr__(self, "_span", _plan_span(self.block_ids, self.num_tokens, layers))
+        object.__setattr__(self, "_span", plan_span(self.block_ids, self.num_tokens, layers))
         object.__setattr__(self, "_scales", self._scale_entries())
 
     @property
@@ -91,8 +91,9 @@ class PagedKV:
             )
         # Runs of neighbouring heads move together: where a run starts in the output and in the blocks, and its length.
         runs = tuple((at, head_positions[at], length) for at, length in head_runs(head_positions))
+        heads = None if head_positions == tuple(range(self.num_heads)) else runs
         values = [
-            LayerSource(BlockSource(key, self._span, runs), BlockSource(value, self._span, runs))
+            LayerSource(BlockSource(key, self._span, heads), BlockSource(value, self._span, heads))
             for key, value in self._layers
         ]
         if not self._scales:
@@ -118,22 +119,41 @@ class BlockSource:
 
     __slots__ = ("_blocks", "_runs", "_span", "dtype", "shape")
 
-    def __init__(self, blocks: torch.Tensor, span: _TokenSpan, head_runs: tuple[HeadRun, ...]) -> None:
+    def __init__(self, blocks: torch.Tensor, span: TokenSpan, head_runs: tuple[HeadRun, ...] | None) -> None:
+        """`head_runs` selects and orders heads; None takes them all as they are."""
         self._blocks = blocks
         self._span = span
         self._runs = head_runs
         self.dtype = blocks.dtype
-        self.shape = (span.num_tokens, sum(length for _, _, length in head_runs), blocks.shape[3])
+        _, _, num_heads, head_dim = blocks.shape
+        if head_runs is not None:
+            num_heads = sum(length for _, _, length in head_runs)
+        self.shape = (span.num_tokens, num_heads, head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self._blocks.device
 
     def write_into(self, out: torch.Tensor) -> None:
-        if self._runs == ((0, 0, self._blocks.shape[2]),):
-            self._gather(self._blocks, out)
+        self._write(out, non_blocking=False)
+
+    def queue_into(self, out: torch.Tensor) -> None:
+        """As `write_into`, but `out` is filled when the device's current stream has come to it."""
+        self._write(out, non_blocking=True)
+
+    def _write(self, out: torch.Tensor, *, non_blocking: bool) -> None:
+        if self._runs is None:
+            self._gather(self._blocks, out, non_blocking)
             return
         for at, start, length in self._runs:
-            self._gather(self._blocks.narrow(2, start, length), out.narrow(1, at, length))
+            self._gather(self._blocks.narrow(2, start, length), out.narrow(1, at, length), non_blocking)
 
-    def _gather(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    def _gather(self, blocks: torch.Tensor, out: torch.Tensor, non_blocking: bool) -> None:
         span = self._span
+        if span.is_in_few_runs and blocks.is_contiguous():
+            _move_runs(blocks, out, span.runs, non_blocking)
+            return
         if span.whole_blocks:
             index = span.index_on(blocks.device)
             whole = span.as_blocks(out)
@@ -141,9 +161,22 @@ class BlockSource:
                 torch.index_select(blocks, 0, index, out=whole)
             else:
                 # Gathering over the bus would be a copy a block: one tensor is gathered where it lies, then moved.
-                whole.copy_(blocks.index_select(0, index))
+                whole.copy_(blocks.index_select(0, index), non_blocking=non_blocking)
         if span.rest_tokens:
-            span.rest_of(out).copy_(blocks[span.last_block, : span.rest_tokens])
+            span.rest_of(out).copy_(blocks[span.last_block, : span.rest_tokens], non_blocking=non_blocking)
+
+
+def _move_runs(blocks: torch.Tensor, out: torch.Tensor, runs: Sequence[TokenRun], non_blocking: bool) -> None:
+    """Copies the runs of contiguous blocks; by address where nothing but bytes has to move, which costs the least."""
+    if blocks.is_cpu and out.is_cpu and blocks.dtype == out.dtype and out.is_contiguous():
+        source, target = blocks.data_ptr(), out.data_ptr()
+        token_nbytes = out.nbytes // out.shape[0]
+        for at, start, length in runs:
+            ctypes.memmove(target + at * token_nbytes, source + start * token_nbytes, length * token_nbytes)
+        return
+    tokens = blocks.flatten(0, 1)
+    for at, start, length in runs:
+        out.narrow(0, at, length).copy_(tokens.narrow(0, start, length), non_blocking=non_blocking)
 
 
 def scatter_into_blocks(
@@ -167,7 +200,7 @@ def scatter_into_blocks(
     if len(layers) == 2 * len(views):
         layers, scales = split_scales(layers)
     _require_fit(layers, bool(scales), views, layout)
-    span = _plan_span(block_ids, layers[0][0].shape[0], views)
+    span = plan_span(block_ids, layers[0][0].shape[0], views)
     for number, (layer, blocks) in enumerate(zip(layers, views, strict=True)):
         if scales and not layout.scales:
             (layer,) = dequantise([layer, scales[number]], blocks[0].dtype)
@@ -195,7 +228,7 @@ def _require_fit(layers: Sequence[LayerKV], has_scales: bool, views: tuple[Block
                 )
 
 
-def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: _TokenSpan) -> None:
+def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: TokenSpan) -> None:
     if span.whole_blocks:
         # Moved as bits: indexed writes are not offered for every dtype.
         bits = _BITS[room.element_size()]
@@ -203,45 +236,6 @@ def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: _TokenSpan) -> None
         room.view(bits).index_put_((span.index_on(room.device),), whole.view(bits))
     if span.rest_tokens:
         room[span.last_block, : span.rest_tokens].copy_(span.rest_of(tensor))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TokenSpan:
-    """Where the tokens of a request lie: whole blocks, then `rest_tokens` at the start of one more."""
-
-    num_tokens: int
-    block_size: int
-    # The blocks that hold tokens, in order; surplus ones left out.
-    block_ids: tuple[int, ...]
-    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def whole_blocks(self) -> int:
-        return self.num_tokens // self.block_size
-
-    @property
-    def rest_tokens(self) -> int:
-        return self.num_tokens % self.block_size
-
-    @property
-    def last_block(self) -> int:
-        return self.block_ids[-1]
-
-    def index_on(self, device: torch.device) -> torch.Tensor:
-        """The ids of the whole blocks, on `device`; moved there once."""
-        if device not in self._indices:
-            self._indices[device] = torch.tensor(self.block_ids[: self.whole_blocks], dtype=torch.int64).to(device)
-        return self._indices[device]
-
-    def as_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The whole blocks of `[tokens, ...]`, as a view `[whole_blocks, block_size, ...]`."""
-        whole = tokens.narrow(0, 0, self.whole_blocks * self.block_size)
-        # Splitting a dimension is always possible as a view, whatever the strides.
-        return whole.view(self.whole_blocks, self.block_size, *tokens.shape[1:])
-
-    def rest_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What follows the whole blocks of `[tokens, ...]`, as a view."""
-        return tokens.narrow(0, self.whole_blocks * self.block_size, self.rest_tokens)
 
 
 def _layer_views(kv_caches: Sequence[LayerCache], layout: Layout) -> tuple[BlockViews, ...]:
@@ -265,42 +259,3 @@ def _layer_views(kv_caches: Sequence[LayerCache], layout: Layout) -> tuple[Block
                 "every layer must hold the same heads, one or more"
             )
     return layers
-
-
-def _plan_span(block_ids: Sequence[int], num_tokens: int, layers: tuple[BlockViews, ...]) -> _TokenSpan:
-    block_size = layers[0][0].shape[1]
-    if not is_count(num_tokens):
-        raise ConfigError(f"num_tokens must be a positive number of tokens, got {num_tokens!r}")
-    ids = _checked_ids(block_ids)
-    lowest, highest = min(ids, default=0), max(ids, default=0)
-    for number, (key, _) in enumerate(layers):
-        if lowest < 0 or highest >= key.shape[0]:
-            outside = [block for block in ids if not 0 <= block < key.shape[0]]
-            raise ConfigError(
-                f"block ids {_some(outside)} are outside the {key.shape[0]} blocks of layer {number}; "
-                "nothing was copied: pass the ids that this request owns"
-            )
-    if num_tokens > len(ids) * block_size:
-        raise ConfigError(
-            f"{num_tokens} tokens do not fit {len(ids)} blocks of {block_size} tokens "
-            f"({len(ids) * block_size}); pass every block of the request or fewer tokens"
-        )
-    return _TokenSpan(num_tokens=num_tokens, block_size=block_size, block_ids=ids[: -(-num_tokens // block_size)])
-
-
-def _checked_ids(block_ids: Sequence[int]) -> tuple[int, ...]:
-    try:
-        ids = tuple(operator.index(block) for block in block_ids)
-    except TypeError as error:
-        shown = _some(block_ids) if isinstance(block_ids, Sequence) else repr(block_ids)
-        raise ConfigError(f"block ids must be whole numbers, got {shown}") from error
-    if len(set(ids)) < len(ids):
-        twice = sorted(block for block, times in Counter(ids).items() if times > 1)
-        raise ConfigError(f"block ids {_some(twice)} come more than once; a request owns each of its blocks once")
-    return ids
-
-
-def _some(ids: Sequence[object]) -> str:
-    """The first few of `ids` as text, for a message."""
-    shown = ", ".join(str(block) for block in ids[:_IDS_SHOWN])
-    return f"[{shown}{', ...' if len(ids) > _IDS_SHOWN else ''}]"

@@ -1,58 +1,113 @@
-"""Writes many tensors into their places; large sets on two threads, since one cannot saturate memory with gathers."""
+"""Writes many tensors into their places; large sets on two threads, since one cannot saturate memory with gathers.
+
+What lies on a device is queued there first, on a stream of its own (`tensors.lanes`), and moves while the host's
+threads copy the rest.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from contextlib import ExitStack
+from typing import cast
 
 import torch
 
-from omnikv.tensors.kv import TensorSource
+from omnikv.config import MAX_PACK_THREADS
+from omnikv.tensors.kv import DeviceSource, TensorSource
+from omnikv.tensors.lanes import device_of, have_streams, own_lane
 
 Job = tuple[TensorSource, torch.Tensor]
 
 # From here on a second thread pays for its wake-up; below, a warm core is faster alone.
 PARALLEL_NBYTES = 4 << 20
-_MAX_HELPERS = 2
-_STREAMED: tuple[Any, ...] = (torch.cuda, torch.xpu)
+_HOST = torch.device("cpu")
 
 
-def fill(jobs: Sequence[Job]) -> None:
+class PackingThreads:
+    """The threads that help callers of `fill`, shared by all of a process. They start when first needed; `close` ends
+    them, and the next need starts others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], None]) -> Future[None] | None:
+        """The call of `work` in a thread, once one is free; None where the interpreter ends and takes no new work."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(MAX_PACK_THREADS - 1, thread_name_prefix="omnikv-pack")
+            try:
+                return self._pool.submit(work)
+            except RuntimeError:
+                return None
+
+    def close(self) -> None:
+        """Nothing; ends the threads once they have written what they began. Idempotent."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def forget(self) -> None:
+        """Nothing; in a forked child, which has no such threads."""
+        self._lock, self._pool = threading.Lock(), None
+
+
+PACKERS = PackingThreads()
+os.register_at_fork(after_in_child=PACKERS.forget)
+
+
+def fill(jobs: Sequence[Job], threads: int | None = None) -> None:
     """Nothing; each source has then written itself into its tensor, which nothing here touches any more.
 
-    The caller's thread works too and takes whatever no helper has begun, so a busy or forked-away pool delays nobody.
+    At most `threads` threads copy, the caller's among them; None takes two where the jobs are large and there are two
+    cores. The caller takes whatever no helper has begun, so busy helpers delay nobody.
 
     Raises:
         Exception: whatever a source raised; the other places may then hold anything.
     """
-    queue = deque(jobs)
-    helper = _start_helper(queue) if _worth_sharing(jobs) else None
-    if helper is None:
-        _work(queue)
+    if not have_streams():
+        _copy(jobs, threads)
         return
+    on_host: list[Job] = []
+    on_device: dict[torch.device, list[tuple[DeviceSource, torch.Tensor]]] = {}
+    for source, out in jobs:
+        device = device_of(source)
+        if device is not None and device.type != "cpu" and out.is_cpu:
+            on_device.setdefault(device, []).append((cast(DeviceSource, source), out))
+        else:
+            on_host.append((source, out))
+    with ExitStack() as until_written:
+        for device, queued in on_device.items():
+            until_written.enter_context(own_lane(device, queued))
+        # Streams are a thread's own: a helper would not wait for kernels that the caller's stream still runs.
+        may_share = all(device_of(source) == _HOST for source, _ in on_host)
+        _copy(on_host, threads if may_share else 1)
+
+
+def _copy(jobs: Sequence[Job], threads: int | None) -> None:
+    if threads is None:
+        is_large = sum(out.nbytes for _, out in jobs) >= PARALLEL_NBYTES
+        threads = min(2, len(os.sched_getaffinity(0))) if is_large else 1
+    _work_with(min(threads, len(jobs)) - 1, deque(jobs))
+
+
+def _work_with(num_helpers: int, queue: deque[Job]) -> None:
+    helpers = [PACKERS.submit(lambda: _work(queue)) for _ in range(num_helpers)]
+    begun: list[Future[None]] = []
     try:
         _work(queue)
     finally:
         queue.clear()
         # Not begun: cancelled. Begun: it must have ended before the caller may reuse the memory.
-        begun = not helper.cancel()
-        if begun:
-            wait((helper,))
-    if begun:
+        begun = [helper for helper in helpers if helper is not None and not helper.cancel()]
+        wait(begun)
+    for helper in begun:
         helper.result()
-
-
-def _worth_sharing(jobs: Sequence[Job]) -> bool:
-    if len(jobs) < 2 or sum(out.nbytes for _, out in jobs) < PARALLEL_NBYTES:
-        return False
-    # Streams are a thread's own: a helper would not wait for kernels that the caller's stream still runs.
-    if any(backend.is_initialized() for backend in _STREAMED):
-        return False
-    return len(os.sched_getaffinity(0)) > 1
 
 
 def _work(queue: deque[Job]) -> None:
@@ -64,20 +119,3 @@ def _work(queue: deque[Job]) -> None:
             except IndexError:
                 return
             source.write_into(out)
-
-
-def _start_helper(queue: deque[Job]) -> Future[None] | None:
-    try:
-        return _pool().submit(_work, queue)
-    except RuntimeError:
-        # The interpreter is shutting down and takes no new work.
-        return None
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MAX_HELPERS, thread_name_prefix="omnikv-pack")
-
-
-# A forked child has the pool but not its threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)

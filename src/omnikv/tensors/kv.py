@@ -27,6 +27,16 @@ class TensorSource(Protocol):
         """Fill `out`, a contiguous tensor of this shape, and of this dtype or one that a copy converts into."""
 
 
+class DeviceSource(TensorSource, Protocol):
+    """A source that lies on a device, and can leave its copy to that device's current stream."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def queue_into(self, out: torch.Tensor) -> None:
+        """As `write_into`, but `out` is filled only when the current stream of `device` has come to it."""
+
+
 class LayerSource(NamedTuple):
     """One layer's key and value, as sources still to be written."""
 
@@ -51,9 +61,22 @@ class DenseSource:
         # Runs of neighbouring heads move in one strided copy each.
         self._parts = [(at, tensor.narrow(1, head_positions[at], length)) for at, length in head_runs(head_positions)]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self._parts[0][1].device
+
     def write_into(self, out: torch.Tensor) -> None:
+        self._write(out, non_blocking=False)
+
+    def queue_into(self, out: torch.Tensor) -> None:
+        """As `write_into`, but `out` is filled when the device's current stream has come to it."""
+        self._write(out, non_blocking=True)
+
+    def _write(self, out: torch.Tensor, *, non_blocking: bool) -> None:
         for at, part in self._parts:
-            (out if part.shape == out.shape else out.narrow(1, at, part.shape[1])).copy_(part)
+            place = out if part.shape == out.shape else out.narrow(1, at, part.shape[1])
+            place.copy_(part, non_blocking=non_blocking)
 
 
 def head_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:

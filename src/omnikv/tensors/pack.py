@@ -52,8 +52,10 @@ class PayloadPlan:
         self._sources = tuple(sources)
         self.nbytes = len(self._head) + header.data_nbytes
 
-    def write_into(self, buffer: memoryview) -> None:
+    def write_into(self, buffer: memoryview, threads: int | None = None) -> None:
         """Nothing; `buffer`, writable and exactly `nbytes` long, then holds the payload. It stays the caller's.
+
+        At most `threads` threads copy; None lets the size and the cores decide.
 
         Raises:
             ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
@@ -61,7 +63,7 @@ class PayloadPlan:
         """
         view = _as_target(buffer, self.nbytes)
         start = len(self._head)
-        self._write_data(torch.frombuffer(view, dtype=torch.uint8)[start:])
+        self._write_data(torch.frombuffer(view, dtype=torch.uint8)[start:], threads)
         hasher = xxhash.xxh3_128(self._head)
         if self.header.scope == "all":
             hasher.update(view[start:])
@@ -81,10 +83,10 @@ class PayloadPlan:
         self._write_data(payload[len(head) :])
         return payload
 
-    def _write_data(self, data: torch.Tensor) -> None:
+    def _write_data(self, data: torch.Tensor, threads: int | None = None) -> None:
         for start, end in _gaps(self.header.spans):
             data[start:end].zero_()
-        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)))
+        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)), threads)
 
 
 # What follows from shapes alone is worked out once for each shape of request.
