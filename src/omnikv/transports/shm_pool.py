@@ -16,7 +16,8 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from omnikv.core.extents import Extents
@@ -49,6 +50,7 @@ class PoolSegment:
         self.nbytes = nbytes
         self.extents = Extents(nbytes, align_nbytes=PAGE_NBYTES)
         self.fd, self.view = make_segment(nbytes)
+        self._unpin = _pin(self.view)
         self._unpin = _pin(self.view)
 
     def close(self) -> None:
@@ -85,21 +87,30 @@ class Pool:
     """
 
     def __init__(
-        self, pool_nbytes: int | None, segment_nbytes: int, *, prefault_nbytes: int = 0, poison: bool = False
+        self,
+        pool_nbytes: int | None,
+        segment_nbytes: int,
+        *,
+        prefault_nbytes: int = 0,
+        poison: bool = False,
+        transport: str = "shm",
+        setting: str = "pool_nbytes",
     ) -> None:
+        self._transport = transport
+        self._setting = setting
         if pool_nbytes is None:
             allowed = min(bound.limit_nbytes for bound in memory_bounds())
             pool_nbytes = min(DEFAULT_POOL_NBYTES, allowed // 2)
         else:
-            require_size("shm", "pool_nbytes", pool_nbytes, at_least=1)
+            require_size(transport, setting, pool_nbytes, at_least=1)
             bound = tightest_bound()
             if pool_nbytes > bound.left_nbytes:
                 raise ConfigError(
-                    f"shm: pool_nbytes={pool_nbytes} is more than this process may take: {bound}; lower pool_nbytes or "
-                    "raise that limit"
+                    f"{transport}: {setting}={pool_nbytes} is more than this process may take: {bound}; lower "
+                    f"{setting} or raise that limit"
                 )
-        require_size("shm", "segment_nbytes", segment_nbytes, at_least=1)
-        require_size("shm", "prefault_nbytes", prefault_nbytes, at_least=0)
+        require_size(transport, "segment_nbytes", segment_nbytes, at_least=1)
+        require_size(transport, "prefault_nbytes", prefault_nbytes, at_least=0)
         self._limit_nbytes = _round_up(pool_nbytes)
         self._segment_nbytes = min(_round_up(segment_nbytes), self._limit_nbytes)
         self._poison = poison
@@ -158,6 +169,29 @@ class Pool:
                 assert room is not None
                 return room
 
+    def take_all(self, sizes: Sequence[int]) -> list[Room]:
+        """Room for several payloads, for all of them or for none.
+
+        Raises:
+            PutRejected: no room; `retryable` when room may come back.
+            TransportError: the pool is closed.
+        """
+        needed = sum(_round_up(nbytes) for nbytes in sizes)
+        if needed > self._limit_nbytes:
+            raise PutRejected(
+                f"{self._transport}: {len(sizes)} payloads of {sum(sizes)} bytes together can never fit the pool of "
+                f"{self._limit_nbytes} bytes; raise {self._setting}",
+                transport=self._transport,
+            )
+        try:
+            return self._take_each(sizes)
+        except PutRejected:
+            if len(sizes) == 1:
+                raise
+        # Room that is there in pieces: one stretch for all of them makes the pool tidy up, if that helps.
+        self.give(self.take(needed))
+        return self._take_each(sizes)
+
     def give(self, room: Room) -> None:
         """Nothing; the room is free again. After `close` this does nothing."""
         if self._poison:
@@ -180,15 +214,24 @@ class Pool:
                 segment.close()
             self._segments.clear()
 
+    def _take_each(self, sizes: Sequence[int]) -> list[Room]:
+        with ExitStack() as on_failure:
+            rooms = []
+            for nbytes in sizes:
+                rooms.append(self.take(nbytes))
+                on_failure.callback(self.give, rooms[-1])
+            on_failure.pop_all()
+        return rooms
+
     def _prefault(self, nbytes: int) -> None:
         try:
             self.give(self.take(nbytes))
         except PutRejected as error:
-            raise ConfigError(f"shm: prefault_nbytes={nbytes} cannot be had: {error}") from error
+            raise ConfigError(f"{self._transport}: prefault_nbytes={nbytes} cannot be had: {error}") from error
 
     def _require_open(self) -> None:
         if self._closed:
-            raise TransportError("shm: the sender's pool is closed", transport="shm")
+            raise TransportError(f"{self._transport}: the pool is closed", transport=self._transport)
 
     def _fit(self, nbytes: int) -> Room | None:
         self._require_open()
@@ -206,9 +249,9 @@ class Pool:
         needed = _round_up(nbytes)
         if needed > self._limit_nbytes:
             raise PutRejected(
-                f"shm: a payload of {nbytes} bytes can never fit the pool of {self._limit_nbytes} bytes; raise "
-                "pool_nbytes",
-                transport="shm",
+                f"{self._transport}: a payload of {nbytes} bytes can never fit the pool of {self._limit_nbytes} bytes; "
+                f"raise {self._setting}",
+                transport=self._transport,
             )
         spare = self._limit_nbytes - sum(segment.nbytes for segment in self._segments)
         idle = [segment for segment in self._segments if segment.extents.is_empty]
@@ -221,33 +264,43 @@ class Pool:
                     self._retired.append(segment.number)
         if spare < needed:
             used = sum(segment.nbytes - segment.extents.free_nbytes for segment in self._segments)
-            raise _no_room(nbytes, f"{used} of pool_nbytes={self._limit_nbytes} are in use or too scattered")
+            raise self._no_room(nbytes, f"{used} of {self._setting}={self._limit_nbytes} are in use or too scattered")
         if len(self._segments) >= MAX_SEGMENTS:
-            raise _no_room(nbytes, f"the pool is in {MAX_SEGMENTS} pieces already")
+            raise self._no_room(nbytes, f"the pool is in {MAX_SEGMENTS} pieces already")
         wanted = max(self._segment_nbytes, _round_up((self._limit_nbytes - spare) // GROWTH_PART))
         return max(needed, min(wanted, spare))
 
     def _make(self, number: int, least_nbytes: int, most_nbytes: int) -> PoolSegment:
         bound = tightest_bound()
         if least_nbytes > bound.left_nbytes:
-            raise _no_room(least_nbytes, f"the pool must grow by that, and {bound}")
+            raise self._no_room(least_nbytes, f"the pool must grow by that, and {bound}")
         nbytes = min(most_nbytes, max(least_nbytes, bound.left_nbytes // PAGE_NBYTES * PAGE_NBYTES))
         try:
             return PoolSegment(number, nbytes)
         except OSError as error:
-            raise _no_room(nbytes, f"the system gives no more memory ({error})") from error
+            raise self._no_room(nbytes, f"the system gives no more memory ({error})") from error
 
-
-def _no_room(nbytes: int, why: str) -> PutRejected:
-    return PutRejected(
-        f"shm: no room for {nbytes} bytes: {why}; wait for acknowledgements or change pool_nbytes",
-        retryable=True,
-        transport="shm",
-    )
+    def _no_room(self, nbytes: int, why: str) -> PutRejected:
+        return PutRejected(
+            f"{self._transport}: no room for {nbytes} bytes: {why}; wait for acknowledgements or change "
+            f"{self._setting}",
+            retryable=True,
+            transport=self._transport,
+        )
 
 
 def _round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+
+
+def _pin(view: memoryview) -> Callable[[], None]:
+    """What undoes the pinning of `view`, which is pinned where a GPU is in use."""
+    # A process that has not loaded torch uses no GPU, and need not load it for this.
+    if "torch" in sys.modules:
+        
+        if pin(view):
+            return functools.partial(unpin, view)
+    return lambda: None
 
 
 def _pin(view: memoryview) -> Callable[[], None]:
