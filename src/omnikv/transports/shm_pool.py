@@ -51,7 +51,6 @@ class PoolSegment:
         self.extents = Extents(nbytes, align_nbytes=PAGE_NBYTES)
         self.fd, self.view = make_segment(nbytes)
         self._unpin = _pin(self.view)
-        self._unpin = _pin(self.view)
 
     def close(self) -> None:
         """Nothing; gives the descriptor back. The memory goes with its last view."""
@@ -291,16 +290,6 @@ class Pool:
 
 def _round_up(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
-
-
-def _pin(view: memoryview) -> Callable[[], None]:
-    """What undoes the pinning of `view`, which is pinned where a GPU is in use."""
-    # A process that has not loaded torch uses no GPU, and need not load it for this.
-    if "torch" in sys.modules:
-        
-        if pin(view):
-            return functools.partial(unpin, view)
-    return lambda: None
 
 
 def _pin(view: memoryview) -> Callable[[], None]:
