@@ -85,8 +85,13 @@ class Endpoint:
         """This end's own seat."""
         return Seat(self.rank, self.reader)
 
+    def deals_with(self, seat: Seat) -> bool:
+        """Whether a peer at `seat` is let in; a reader that is not declared is, to be told that nothing is for it."""
+        most = MAX_READERS if self.side == "source" else 1
+        return seat.rank in self.peer_ranks and seat.reader < most
+
     def peers(self) -> list[Seat]:
-        """The seats of all peers."""
+        """The seats of all peers that this end knows of."""
         readers = self.num_readers if self.side == "source" else 1
         return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
 
@@ -106,6 +111,13 @@ class Slot(AbstractContextManager["Slot"]):
     @abstractmethod
     def buffer(self) -> memoryview:
         """The writable bytes of the payload, exactly as many as were reserved; valid until published or dropped."""
+
+    def written(self, begin: int, end: int) -> None:
+        """Say that these bytes of the buffer are final, while others are still to be written. May be called or not.
+
+        A transport that sends bytes can have them on their way before the rest is there; nobody reads any of them
+        before the payload is published. Any thread may call this, once for each byte.
+        """
 
     @abstractmethod
     def publish(self) -> None:

@@ -128,6 +128,11 @@ class Ledger(Generic[Room]):
         record.room = room
         return True
 
+    def room_being_written(self, payload: PayloadId) -> Room | None:
+        """The room of a payload that is not published yet, or None where there is no such payload, or no room yet."""
+        record = self._records.get(payload)
+        return record.room if record is not None and record.life.phase is Phase.ANNOUNCED else None
+
     def publish(self, ticket: Ticket, now: float) -> None:
         """Nothing; the payload may be leased from now on.
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from omnikv.core.keys import PayloadId
@@ -53,6 +54,12 @@ class Shelf(Protocol[Room]):
         Its bytes stay until the lease ends: by Ack or Return of the peer, or with the link.
         """
 
+    def promise(self, link: Link, ask: int, room: Room) -> None:
+        """`ask` waits for the payload that is being written into `room`; what is written may be sent ahead."""
+
+    def wrote(self, room: Room, begin: int, end: int) -> None:
+        """These bytes are final, before the payload is published. Called without the lock."""
+
     def taken(self) -> None:
         """Rooms were taken; the time to tell targets what that changed."""
 
@@ -69,15 +76,28 @@ class Shelf(Protocol[Room]):
 class PairSlot(Slot):
     """Room for one payload at its sender."""
 
-    def __init__(self, offers: Offers[Any], ticket: Ticket, view: memoryview) -> None:
+    def __init__(
+        self, offers: Offers[Any], ticket: Ticket, view: memoryview, wrote: Callable[[int, int], None]
+    ) -> None:
         self._offers = offers
         self._ticket = ticket
         self._view = view
+        self._wrote = wrote
 
     @property
     def buffer(self) -> memoryview:
         """The writable bytes of the payload."""
         return self._view
+
+    def written(self, begin: int, end: int) -> None:
+        """Let these bytes travel while others are still written, where a receiver waits for the payload.
+
+        Raises:
+            ConfigError: they are not in the buffer.
+        """
+        if not 0 <= begin <= end <= len(self._view):
+            raise ConfigError(f"bytes {begin} to {end} are not in a payload of {len(self._view)} bytes")
+        self._wrote(begin, end)
 
     def publish(self) -> None:
         """Make the payload readable and tell a receiver that waits for it."""
@@ -133,8 +153,13 @@ class Offers(Generic[Room]):
                 self._shelf.taken()
                 for ticket, room in zip(tickets, rooms, strict=True):
                     self._ledger.furnish(ticket, room)
+                    for link, ask in self._waiting.get(ticket.payload, ()):
+                        self._shelf.promise(link, ask, room)
             on_failure.pop_all()
-        return [PairSlot(self, ticket, self._shelf.view(room)) for ticket, room in zip(tickets, rooms, strict=True)]
+        return [
+            PairSlot(self, ticket, self._shelf.view(room), partial(self._shelf.wrote, room))
+            for ticket, room in zip(tickets, rooms, strict=True)
+        ]
 
     def publish(self, ticket: Ticket) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""
@@ -269,6 +294,9 @@ class Offers(Generic[Room]):
         asks[want.ask] = payload
         self._waiting.setdefault(payload, {})[link, want.ask] = None
         self._ledger.interest(payload, (link, want.ask), time.monotonic())
+        room = self._ledger.room_being_written(payload)
+        if room is not None:
+            self._shelf.promise(link, want.ask, room)
 
     def _note_interest(self, link: Link, said: Interest) -> None:
         announced, payload, now = self._announced[link], self._payload_of(link, said), time.monotonic()

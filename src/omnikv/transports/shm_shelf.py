@@ -42,6 +42,12 @@ class ShmShelf:
             link.send(Segment(segment.number, segment.nbytes), segment.fd)
         link.send(Ready(ask, lease, segment.number, room.offset, room.nbytes))
 
+    def promise(self, link: Link, ask: int, room: Room) -> None:
+        """Nothing; what is read in place need not be sent ahead."""
+
+    def wrote(self, room: Room, begin: int, end: int) -> None:
+        """Nothing; as `promise`."""
+
     def taken(self) -> None:
         """Nothing; segments that made way for others may be unmapped by their readers."""
         for number in self._pool.pop_retired():
