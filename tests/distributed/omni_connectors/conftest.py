@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.engine_groups import thread_world
 
 # Where an engine's own tests patch the two lookups.
 MANAGER_MODULE = "vllm_omni.distributed.omni_connectors.kv_transfer_manager"
@@ -69,6 +70,23 @@ def make_receiver(make_manager):
 def make_sender(make_manager):
     def make(**more):
         return make_manager(**{"from_stage": "0", "to_stage": "1", "need_send_cache": True, **more})
+
+    return make
+
+
+@pytest.fixture
+def world(make_receiver, connector):
+    """The receivers of a world of these sizes, one connector between all of them."""
+
+    def make(*, connectors=None, more=None, **sizes):
+        receivers = []
+        tp = sizes.get("tp", 1)
+        for rank, layout in enumerate(thread_world(**sizes)):
+            mine = {"rank": layout.tp_group.rank_in_group, "connector": connectors[rank] if connectors else connector}
+            receiver = make_receiver(**{**mine, "from_tp": tp, "to_tp": tp, **(more or {})})
+            receiver._topo_config = layout
+            receivers.append(receiver)
+        return receivers
 
     return make
 

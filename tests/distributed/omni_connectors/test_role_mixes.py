@@ -7,59 +7,9 @@ import uuid
 
 import pytest
 import torch
-from tests.support.engine_groups import thread_world
+from tests.support.engine_requests import collect, receive_together, run_together, shelve
 
 from omnikv.errors import ConfigError, VerdictInDoubt
-
-
-def receive_together(receivers, requests, collector=None):
-    """What each rank's receive says, or the error that it raises."""
-    outcomes = {}
-
-    def run(rank):
-        try:
-            outcomes[rank] = receivers[rank].receive_multi_kv_cache_distributed(requests[rank], collector)
-        except Exception as error:  # noqa: BLE001
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(receivers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [outcomes[rank] for rank in range(len(receivers))]
-
-
-@pytest.fixture
-def world(make_receiver, connector):
-    """The receivers of a world of these sizes, one connector between all of them."""
-
-    def make(*, connectors=None, more=None, **sizes):
-        receivers = []
-        tp = sizes.get("tp", 1)
-        for rank, layout in enumerate(thread_world(**sizes)):
-            mine = {"rank": layout.tp_group.rank_in_group, "connector": connectors[rank] if connectors else connector}
-            receiver = make_receiver(**{**mine, "from_tp": tp, "to_tp": tp, **(more or {})})
-            receiver._topo_config = layout
-            receivers.append(receiver)
-        return receivers
-
-    return make
-
-
-def shelve(connector, packed, tp_ranks, *request_ids, **more):
-    for request_id in request_ids:
-        for rank in tp_ranks:
-            connector.kept["0", "1", f"{request_id}_0_0_{rank}_{rank}"] = packed([rank], request_id=request_id, **more)
-
-
-def collect(request_id, companion_ids, manager, device):
-    found = {}
-    for role, companion_id in companion_ids.items():
-        data, _ = manager.receive_kv_cache_for_request(companion_id, device)
-        if data:
-            found[f"{role}_past_key_values"] = data["layer_blocks"]
-    return found
 
 
 def calls(receivers, group):
@@ -110,19 +60,16 @@ def test_x14_a_follower_whose_device_is_full_fails_the_request_for_all(
         return payload
 
     monkeypatch.setattr(module, "move_tensors", move)
-    receivers, outcomes = world(tp=2, cfg=2), {}
+    receivers = world(tp=2, cfg=2)
     requests = [request_of() for _ in receivers]
     shelve(connector, packed, [0, 1], "r1")
 
-    def run(rank):
-        outcomes[rank] = receivers[rank].receive_multi_kv_cache_distributed(requests[rank])
+    def receive(rank):
+        threading.current_thread().name = "full" if rank == 3 else "ok"
+        return receivers[rank].receive_multi_kv_cache_distributed(requests[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,), name="full" if rank == 3 else "ok") for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == {0: False, 1: False, 2: False, 3: False}
+    outcomes = run_together([lambda rank=rank: receive(rank) for rank in range(4)])
+    assert outcomes == [False] * 4
     assert [getattr(req, "past_key_values", None) for req in requests] == [None] * 4
     assert [receiver.counters["dropped"] for receiver in receivers] == [1, 1, 0, 0]
 

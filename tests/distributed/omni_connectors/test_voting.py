@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-import threading
 
 import pytest
+from tests.support.engine_requests import receive_together, run_together, shelve
 
 
 class ThreadGroup:
@@ -71,25 +71,6 @@ def stage(make_receiver, connector, layout_of):
         return receivers
 
     return make
-
-
-def receive_together(receivers, requests, collector=None):
-    outcomes = {}
-
-    def run(rank):
-        outcomes[rank] = receivers[rank].receive_multi_kv_cache_distributed(requests[rank], collector)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(receivers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [outcomes[rank] for rank in range(len(receivers))]
-
-
-def shelve(connector, packed, ranks, request_id="r1"):
-    for rank in ranks:
-        connector.kept["0", "1", f"{request_id}_0_0_{rank}_{rank}"] = packed([rank], request_id=request_id)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -216,17 +197,12 @@ def test_d03_the_world_is_never_part_of_the_vote(stage, connector, packed, reque
 
 def test_a_prefetched_request_is_voted_on_as_well(stage, connector, packed, request_of):
     shelve(connector, packed, [0])
-    receivers, requests, outcomes = stage(2, async_prefetch=True), [request_of(), request_of()], {}
+    receivers, requests = stage(2, async_prefetch=True), [request_of(), request_of()]
     receivers[0].start_prefetch({"request_id": "r1", "kv_sender_info": {"host": "h", "zmq_port": 1000}})
     assert receivers[0].wait_prefetch(20.0)
 
-    def run(rank):
-        outcomes[rank] = receivers[rank].consume_and_distribute_kv_cache(requests[rank])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == {0: False, 1: False}
+    outcomes = run_together(
+        [lambda rank=rank: receivers[rank].consume_and_distribute_kv_cache(requests[rank]) for rank in (0, 1)]
+    )
+    assert outcomes == [False, False]
     assert requests[0].past_key_values is None

@@ -9,12 +9,14 @@ import pytest
 from omnikv.errors import ConfigError, TopologyError
 from omnikv.integrations.vllm_omni.settings import (
     OmniKVCacheConfig,
+    channel_address,
     choose_topology,
     connector_of_transfer_config,
     read_settings,
     recv_stages,
     require_edge,
     send_stages,
+    vote_rules,
     wants_async_prefetch,
 )
 
@@ -140,3 +142,41 @@ def test_configured_sizes_win_over_detected_ones():
 def test_a_size_of_zero_is_an_error():
     with pytest.raises(TopologyError):
         choose_topology(OmniKVCacheConfig(from_tp=0, to_tp=4), local_rank=0, detected_tp=8)
+
+
+# Where the other hosts of a stage reach the rank that leads the vote
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("10.0.0.5", ("10.0.0.5", 0)),
+        ("node-1.cluster:7001", ("node-1.cluster", 7001)),
+        ("[fd00::2]", ("fd00::2", 0)),
+        ("[fd00::2]:7001", ("fd00::2", 7001)),
+    ],
+)
+def test_a_channels_address_is_a_host_with_or_without_a_port(given, address):
+    assert channel_address(OmniKVCacheConfig(kv_channel_address=given), {}) == address
+    assert channel_address(OmniKVCacheConfig(), {"OMNIKV_KV_CHANNEL_ADDRESS": given}) == address
+
+
+def test_the_setting_goes_before_the_environment_and_without_either_there_is_no_address():
+    config = OmniKVCacheConfig(kv_channel_address="10.0.0.5")
+    assert channel_address(config, {"OMNIKV_KV_CHANNEL_ADDRESS": "10.0.0.6"}) == ("10.0.0.5", 0)
+    assert channel_address(OmniKVCacheConfig(), {}) is None
+    assert channel_address(OmniKVCacheConfig(kv_channel_address=""), {"OMNIKV_KV_CHANNEL_ADDRESS": ""}) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", ["0.0.0.0", "0.0.0.0:7001", "[::]", "::", "fd00::2", "host:", "host:70000", "a b", "http://host", 7001]
+)
+def test_an_address_that_others_cannot_reach_or_read_is_refused_at_once(wrong):
+    with pytest.raises(ConfigError, match=r"kv_channel_address .* must be 'host' or 'host:port'"):
+        channel_address(OmniKVCacheConfig(kv_channel_address=wrong), {})
+
+
+def test_the_settings_of_a_vote_are_read_from_the_engines_configuration():
+    config = read_settings({"kv_round_timeout": "0.25", "kv_channel_address": "10.0.0.5:7001"})
+    assert config.kv_channel_address == "10.0.0.5:7001"
+    assert vote_rules(config).slice_s == 0.25
