@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
+from omnikv.core.layout import Layout
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError, PutRejected, TopologyError, TransportError
 from omnikv.handoff import engine_connector
@@ -122,8 +123,33 @@ def test_more_tokens_than_the_blocks_hold_or_none_fail_the_extraction(num_tokens
 
 
 def test_a_layer_of_unknown_form_fails_the_extraction_by_its_number():
-    with pytest.raises(ConfigError, match=r"layers \[1\]"):
+    with pytest.raises(ConfigError, match=r"'r1' is not sent: layer 1: .* fits no known layout"):
         extract(kv_caches=[caches()[0], torch.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        pytest.param((2, 2, BLOCK_SIZE, 3, 8), "ambiguous", id="two-blocks"),
+        pytest.param((2, 6, BLOCK_SIZE, BLOCK_SIZE, 8), "as many heads as tokens a block", id="heads-equal-block-size"),
+    ],
+)
+def test_a_shape_with_two_readings_is_not_guessed_and_a_declared_layout_is_read(shape, why):
+    cache = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    with pytest.raises(ConfigError, match=rf"layer 0: .*{why}.*; an engine's omni_kv_config declares it by kv_layout"):
+        extract((1, 0), kv_caches=[cache])
+    kv = extract((1, 0), kv_caches=[cache], layout=Layout.named("stacked_0", BLOCK_SIZE))
+    assert torch.equal(kv.layer_blocks["key_cache"][0], cache[0][[1, 0]].flatten(0, 1)[:7])
+
+
+def test_vllm_on_a_cpu_is_read_by_its_declared_layout():
+    packed = torch.randn(6, 3, BLOCK_SIZE, 16)
+    kv = extract(kv_caches=[packed], layout=Layout.vllm_cpu(BLOCK_SIZE))
+    halves = packed[[4, 1]].reshape(2, 3, 2, BLOCK_SIZE * 8)
+    keys = halves[:, :, 0].view(2, 3, 8, BLOCK_SIZE).permute(0, 3, 1, 2).flatten(0, 1)[:7]
+    values = halves[:, :, 1].view(2, 3, BLOCK_SIZE, 8).transpose(1, 2).flatten(0, 1)[:7]
+    assert torch.equal(kv.layer_blocks["key_cache"][0], keys)
+    assert torch.equal(kv.layer_blocks["value_cache"][0], values)
 
 
 # Sending

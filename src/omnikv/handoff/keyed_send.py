@@ -27,7 +27,7 @@ from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_once, p
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.fill import fill
 from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource
-from omnikv.tensors.layouts import normalize_layer_kv
+from omnikv.tensors.layouts import infer_layout, layer_views
 from omnikv.tensors.pack import KVCacheTransferData, PayloadPlan, plan_payload
 from omnikv.tensors.shards import sender_stamp, slice_for_target
 
@@ -58,28 +58,20 @@ def extract_kv(
     block_size: int,
     cache_dtype: str,
     custom_metadata: Mapping[str, Any] | None = None,
+    *,
+    layout: Layout | None = None,
 ) -> KVCacheTransferData:
     """The request's KV out of an engine's paged caches, in memory of its own, with the published metadata.
 
-    The caches' layout is read from their shapes by the published rule, since an engine declares none.
+    Without a `layout`, each cache's is read from its shape, where that has one reading alone.
 
     Raises:
-        ConfigError: a layer of unknown form, an id outside the pool or named twice (X11), or more tokens than the
-            blocks hold. Nothing is extracted then.
+        ConfigError: a layer of unknown form or with two readings, an id outside the pool or named twice (X11), or more
+            tokens than the blocks hold. Nothing is extracted then.
     """
-    pairs = [
-        normalize_layer_kv(cache, req_id=request_id, layer_idx=at, block_size=block_size)
-        for at, cache in enumerate(kv_caches)
-    ]
-    unknown = [at for at, pair in enumerate(pairs) if pair is None]
-    if unknown:
-        raise ConfigError(
-            f"request {request_id!r} is not sent: the KV caches of layers {unknown} have no known form",
-            request_id=request_id,
-        )
-    caches = [pair for pair in pairs if pair is not None]
-    layout = Layout.split_pair(block_size)
-    layers = _gather(PagedKV(kv_caches=caches, block_ids=block_ids, num_tokens=num_tokens, layout=layout), caches)
+    pairs = _as_pairs(request_id, kv_caches, block_size, layout)
+    paged = PagedKV(pairs, block_ids=block_ids, num_tokens=num_tokens, layout=Layout.split_pair(block_size))
+    layers = _gather(paged, pairs)
     return KVCacheTransferData(
         request_id=request_id,
         layer_blocks={"key_cache": [layer.key for layer in layers], "value_cache": [layer.value for layer in layers]},
@@ -92,6 +84,24 @@ def extract_kv(
             **(custom_metadata or {}),
         },
     )
+
+
+def _as_pairs(
+    request_id: str, kv_caches: Sequence[Any], block_size: int, layout: Layout | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Key and value blocks of every layer, `[blocks, block_size, kv_heads, head_dim]`, whatever its layout."""
+    at = 0
+    pairs = []
+    try:
+        for at, cache in enumerate(kv_caches):
+            pairs.append(layer_views(cache, layout or infer_layout(cache, block_size), layer=at))
+    except ConfigError as error:
+        raise ConfigError(
+            f"request {request_id!r} is not sent: layer {at}: {error}; an engine's omni_kv_config declares it by "
+            "kv_layout",
+            request_id=request_id,
+        ) from error
+    return pairs
 
 
 def _gather(paged: PagedKV, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[LayerKV]:

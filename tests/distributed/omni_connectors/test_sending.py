@@ -43,7 +43,8 @@ def test_heads_find_their_ranks_between_stages_of_any_sizes(
     for rank in range(from_tp):
         heads = torch.arange(rank * heads_each, (rank + 1) * heads_each, dtype=torch.float32)
         cache = heads.view(1, 1, 1, -1, 1).expand(2, 3, BLOCK_SIZE, heads_each, 8).contiguous()
-        sender = make_sender(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp)
+        # As many heads as tokens a block on a single rank: its shape alone would not say.
+        sender = make_sender(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp, kv_layout="stacked_0")
         finish(sender, {"r1": {"block_ids": [2], "seq_len": 3}}, [cache])
     for rank in range(to_tp):
         req = request_of()
@@ -143,3 +144,16 @@ def test_transferring_leaves_the_callers_record_as_it_was(make_sender, connector
     (data,) = connector.kept.values()
     assert KVCacheTransferData.from_bytes(data)["request_id"] == "global"
     assert kv.request_id == "local"
+
+
+def test_a_shape_with_two_readings_is_sent_once_the_settings_declare_it(make_sender, connector, caplog):
+    two_blocks = [torch.randn(2, 2, BLOCK_SIZE, 3, 8)]
+    what = {"r1": {"block_ids": [1], "seq_len": 3}}
+    silent = make_sender(connector=connector)
+    assert finish(silent, what, two_blocks) == ["r1"]
+    assert silent.counters == {"send_failed": 1}
+    assert "is ambiguous" in caplog.text
+    assert "declares it by kv_layout" in caplog.text
+    declared = make_sender(connector=connector, kv_layout="stacked_1")
+    assert finish(declared, what, two_blocks) == ["r1"]
+    assert declared.counters == {"sent": 1}

@@ -44,9 +44,13 @@ class SendingStage(ABC):
         if not finished_reqs or not self.config.need_send_cache:
             return list(finished_reqs or ())
 
+        layout = settings.declared_layout(self.config, block_size)
+
         def extract(request_id: str, what: Mapping[str, Any]) -> KVCacheTransferData:
             blocks, num_tokens, more = what.get("block_ids") or [], what.get("seq_len", 0), what.get("custom_metadata")
-            return self._extract_kv_cache(request_id, blocks, num_tokens, kv_caches, block_size, cache_dtype, more)
+            return self._extract_kv_cache(
+                request_id, blocks, num_tokens, kv_caches, block_size, cache_dtype, more, layout=layout
+            )
 
         return send_finished(
             self.connector,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
+from omnikv.core.layout import Layout
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError
 from omnikv.handoff.engine_seat import VotesOver
@@ -25,7 +26,8 @@ class OmniKVCacheConfig:
     stage: how its ranks agree on a request (`kv_agreement`: "auto", "published" or "contents"), what carries that
     (`kv_agreement_over`: "auto", "objects" or "channel"), how long a vote may take after the receive and how long a
     round of it waits, in seconds, and which companions no request may lack. `kv_channel_address` is this host's own,
-    "host" or "host:port", where the other hosts of a stage reach the rank that leads the vote.
+    "host" or "host:port", where the other hosts of a stage reach the rank that leads the vote. `kv_layout` says how the
+    engine's caches lie (`Layout.named`) where their shapes have two readings, or are those of another layout.
     """
 
     connector_config: dict[str, Any] | None = None
@@ -46,6 +48,7 @@ class OmniKVCacheConfig:
     kv_round_timeout: float = 0.5
     kv_required_roles: list[str] | tuple[str, ...] = ()
     kv_channel_address: str | None = None
+    kv_layout: str | None = None
 
 
 def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfig:
@@ -78,9 +81,19 @@ def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfi
             kv_round_timeout=float(raw.get("kv_round_timeout", 0.5)),
             kv_required_roles=raw.get("kv_required_roles") or (),
             kv_channel_address=raw.get("kv_channel_address"),
+            kv_layout=raw.get("kv_layout"),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
+
+
+def declared_layout(config: OmniKVCacheConfig, block_size: int) -> Layout | None:
+    """The layout that the settings declare for caches with blocks of `block_size` tokens, or None.
+
+    Raises:
+        ConfigError: they name none that is known.
+    """
+    return None if config.kv_layout is None else Layout.named(config.kv_layout, block_size)
 
 
 def vote_rules(config: OmniKVCacheConfig) -> VoteRules:
