@@ -159,7 +159,7 @@ def is_plain(stage: Sequence[Boxes]) -> bool:
 
 def spell_stage(stage: Sequence[Boxes]) -> str:
     """What the ranks hold, as text that no other stage has: head ids, and what else is not everything."""
-    return " | ".join(" + ".join(map(_spell_box, boxes)) for boxes in stage)
+    return " | ".join(" + ".join(map(_spell_box, boxes)) or "nothing" for boxes in stage)
 
 
 def _spell_box(box: Box) -> str:

@@ -136,11 +136,11 @@ def prove(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed
         TopologyError: they do not; the message names layers, heads and tokens.
     """
     shares = {box.tokens for box in needed} | {box.source_share for piece in pieces for box in piece.boxes}
-    _prove_at(target_rank, pieces, sources, needed, telling_count(shares))
+    prove_at(target_rank, pieces, sources, needed, telling_count(shares))
     if any(isinstance(share, LastTokens) for share in shares):
         pieces = [replace(piece, boxes=tuple(map(_without_windows, piece.boxes))) for piece in pieces]
         needed = tuple(replace(box, tokens=without_windows(box.tokens)) for box in needed)
-        _prove_at(target_rank, pieces, sources, needed, telling_count(map(without_windows, shares)))
+        prove_at(target_rank, pieces, sources, needed, telling_count(map(without_windows, shares)))
 
 
 def _without_windows(box: SharedBox) -> SharedBox:
@@ -148,7 +148,12 @@ def _without_windows(box: SharedBox) -> SharedBox:
     return replace(box, source_share=source, target_share=target)
 
 
-def _prove_at(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed: Boxes, num_tokens: int) -> None:
+def prove_at(target_rank: int, pieces: Sequence[Piece], sources: StageIndex, needed: Boxes, num_tokens: int) -> None:
+    """Nothing, when the pieces give the target everything exactly once in a request of `num_tokens`.
+
+    Raises:
+        TopologyError: they do not; the message names layers, heads and tokens.
+    """
     flaw = find_flaw(regions(needed, num_tokens), parts_of(pieces, num_tokens))
     if flaw is None:
         return
