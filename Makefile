@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check spec bench slow format clean
+.PHONY: help demo pipeline test check spec bench slow format clean
 help:
 	@echo "make demo    a real language model, prefilled on 3 processes, decoded on 1 (about 3 minutes the first time)"
+	@echo "make pipeline  a model that reads on 2 processes and draws on 6, compared with one process (about a minute)"
 	@echo "make test    the tests"
 	@echo "make check   linters, types, import contracts"
 	@echo "make spec    the specification's own tests, where ../shared/spec is there"
@@ -17,6 +18,9 @@ help:
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/omnikv demo $(ARGS)
+
+pipeline: $(VENV)/.ready-cli
+	$(BIN)/omnikv pipeline --out image.png $(ARGS)
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

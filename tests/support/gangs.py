@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnikv.cli.pipeline.run import PROGRAMS as PIPELINE_PROGRAMS
 from omnikv.cli.ranks.nursery import Nursery
 from omnikv.cli.ranks.processes import RANK_ENVIRONMENT, RankProcesses
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.support.gang_rank"
-PIPELINE_PROGRAMS = []
 
 
 @dataclass(frozen=True)

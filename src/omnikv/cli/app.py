@@ -8,11 +8,13 @@ import typer
 
 import omnikv
 from omnikv.cli.demo.command import demo
+from omnikv.cli.pipeline.command import pipeline
 from omnikv.cli.plan.command import plan
 
 app = typer.Typer(name="omnikv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 app.command()(plan)
+app.command()(pipeline)
 
 
 def _print_version(wanted: bool) -> None:

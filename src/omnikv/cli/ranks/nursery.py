@@ -67,7 +67,7 @@ class Nursery:
     """The orchestrator's end. Leaving the context ends the nursery; end its children before."""
 
     def __init__(self, programs: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
-        """`programs` are the modules that ranks will be asked to run."""
+        """`programs` are the modules that ranks will be asked to run, and others that these will import."""
         self._log_path = log_path
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log_path.open("wb") as log:

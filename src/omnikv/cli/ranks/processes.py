@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -67,12 +68,14 @@ class RankProcess(Generic[JobT]):
         self.is_gone = False
         self._reader = LineReader()
         self.socket, rank_end = socket.socketpair()
-        with rank_end:
+        with rank_end, ExitStack() as unless_started:
+            unless_started.enter_context(self.socket)
             self._process: subprocess.Popen[bytes] | NurseryChild = (
                 _started_alone(job.program, rank_end.fileno(), log_path)
                 if nursery is None
                 else nursery.start(job.program, rank_end.fileno(), log_path)
             )
+            unless_started.pop_all()
         self._send(job.to_message())
 
     @property
