@@ -1,4 +1,4 @@
-"""`python -m omnikv.bench same-host --sizes 64,256 --json FILE`, or `agreement --ranks 2,4,8 --json FILE`."""
+"""`python -m omnikv.bench same-host --sizes 64,256`, `agreement --ranks 2,4,8` or `plan`; each takes `--json FILE`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
+from omnikv.bench.plan import judge_plans, measure_plans, plans_to_json, plans_to_text
 from omnikv.bench.report import BAR_SIZE_MIB, judge, to_json, to_text
 from omnikv.bench.same_host import measure_size, measure_wake_up, receiving_process
 from omnikv.bench.workload import Workload
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "same-host" and options.check and BAR_SIZE_MIB not in options.sizes:
         parser.error(f"--check needs {BAR_SIZE_MIB} among --sizes: the bars are set for it")
     given = sys.argv[1:] if arguments is None else arguments
-    run = run_same_host if options.command == "same-host" else run_agreement
+    run = {"same-host": run_same_host, "agreement": run_agreement, "plan": run_plan}[options.command]
     try:
         return run(options, " ".join(["python -m omnikv.bench", *given]))
     except OmniKVError as error:
@@ -50,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     agreement = commands.add_parser("agreement", help="verdicts among processes on this host, beside gloo's own means")
     agreement.add_argument("--ranks", type=_several(2), default=(2, 4, 8), help="numbers of ranks, e.g. 2,4,8")
     agreement.add_argument("--rounds", type=_at_least(MIN_VERDICTS), default=200, help="counted rounds, 25 or more")
-    for command in (same_host, agreement):
+    plan = commands.add_parser("plan", help="plans of many ranks, and how they grow")
+    plan.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=50, help="counted rounds a plan, 5 or more")
+    for command in (same_host, agreement, plan):
         command.add_argument("--json", type=_file_to_write, help="also write everything measured to this file")
         command.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     return parser
@@ -89,6 +92,16 @@ def run_agreement(options: argparse.Namespace, command: str) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(agreement_to_json(results, command), indent=2) + "\n")
     missed = options.check and not all(bar.passed for bar in judge_agreement(results))
+    return EXIT_BAR_MISSED if missed else EXIT_OK
+
+
+def run_plan(options: argparse.Namespace, command: str) -> int:
+    """The exit status, after measuring, printing and writing what was asked for."""
+    results = measure_plans(options.rounds)
+    sys.stdout.write(plans_to_text(*results, command))
+    if options.json is not None:
+        options.json.write_text(json.dumps(plans_to_json(*results, command), indent=2) + "\n")
+    missed = options.check and not all(bar.passed for bar in judge_plans(*results))
     return EXIT_BAR_MISSED if missed else EXIT_OK
 
 

@@ -47,8 +47,9 @@ class Flaw:
 
 def find_flaw(needed: Sequence[Region], parts: Sequence[Part]) -> Flaw | None:
     """Where the parts are not exactly what is needed, or None: then every element of it comes exactly once."""
+    wanted = [(need.layers, frozenset(need.heads)) for need in needed]
     for part in parts:
-        flaw = _flaw_outside(needed, part)
+        flaw = _flaw_outside(wanted, part)
         if flaw is not None:
             return flaw
     for need in needed:
@@ -73,12 +74,12 @@ def segments(layers: Span, others: Iterable[Span]) -> list[Span]:
     return [Span(start, stop) for start, stop in pairwise(inside)]
 
 
-def _flaw_outside(needed: Sequence[Region], part: Part) -> Flaw | None:
+def _flaw_outside(wanted: Sequence[tuple[Span, frozenset[int]]], part: Part) -> Flaw | None:
     """What of the part lies in layers or heads that nobody asked for."""
     layers, heads, _ = part.region
-    for segment in segments(layers, (need.layers for need in needed)):
-        wanted = next((need.heads for need in needed if need.layers.contains(segment)), ())
-        surplus = heads if not wanted else tuple(sorted(set(heads).difference(wanted)))
+    for segment in segments(layers, (span for span, _ in wanted)):
+        known = next((ids for span, ids in wanted if span.contains(segment)), frozenset())
+        surplus = tuple(head for head in heads if head not in known)
         if surplus:
             return Flaw(kind="not needed", layers=segment, heads=surplus, tokens=None, source_ranks=(part.source_rank,))
     return None
