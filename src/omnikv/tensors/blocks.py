@@ -32,6 +32,7 @@ from omnikv.tensors.quantised import Scale, dequantise, scale_entry, split_scale
 # `(first head in the output, first head in the blocks, how many)`.
 HeadRun: TypeAlias = "tuple[int, int, int]"
 
+_PIECE_NBYTES = 256 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -159,6 +160,9 @@ class BlockSource:
             whole = span.as_blocks(out)
             if blocks.device == out.device and blocks.dtype == out.dtype:
                 torch.index_select(blocks, 0, index, out=whole)
+            elif blocks.device == out.device:
+                for piece in _pieces(whole):
+                    whole[piece].copy_(blocks.index_select(0, index[piece]))
             else:
                 # Gathering over the bus would be a copy a block: one tensor is gathered where it lies, then moved.
                 whole.copy_(blocks.index_select(0, index), non_blocking=non_blocking)
@@ -205,7 +209,7 @@ def scatter_into_blocks(
         if scales and not layout.scales:
             (layer,) = dequantise([layer, scales[number]], blocks[0].dtype)
         for tensor, room in zip(layer, blocks, strict=True):
-            _scatter(converted(tensor.detach(), room.dtype), room, span)
+            _scatter(tensor.detach(), room, span)
     return scales if layout.scales else []
 
 
@@ -230,12 +234,24 @@ def _require_fit(layers: Sequence[LayerKV], has_scales: bool, views: tuple[Block
 
 def _scatter(tensor: torch.Tensor, room: torch.Tensor, span: TokenSpan) -> None:
     if span.whole_blocks:
+        index, whole = span.index_on(room.device), span.as_blocks(tensor).to(room.device)
         # Moved as bits: indexed writes are not offered for every dtype.
         bits = _BITS[room.element_size()]
-        whole = span.as_blocks(tensor).to(room.device)
-        room.view(bits).index_put_((span.index_on(room.device),), whole.view(bits))
+        for piece in (slice(None),) if tensor.dtype == room.dtype else _pieces(whole):
+            values = converted(whole[piece], room.dtype).view(bits)
+            if room.is_contiguous():
+                room.view(bits).index_copy_(0, index[piece], values)
+            else:
+                room.view(bits).index_put_((index[piece],), values)
     if span.rest_tokens:
-        room[span.last_block, : span.rest_tokens].copy_(span.rest_of(tensor))
+        room[span.last_block, : span.rest_tokens].copy_(converted(span.rest_of(tensor), room.dtype))
+
+
+def _pieces(blocks: torch.Tensor) -> list[slice]:
+    """The blocks in pieces that stay in a core's cache between being read and being converted."""
+    count = blocks.shape[0]
+    step = max(1, count * _PIECE_NBYTES // max(1, blocks.nbytes))
+    return [slice(at, at + step) for at in range(0, count, step)]
 
 
 def _layer_views(kv_caches: Sequence[LayerCache], layout: Layout) -> tuple[BlockViews, ...]:
