@@ -103,6 +103,11 @@ class KeyedFetch:
         """Whether the payload was consumed and cannot be had any more: a retry cannot help."""
         return self.failure is not None and self.failure.consumed and not self._deliveries
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether this rank ends, so that no wait lasts."""
+        return self._closing.is_set()
+
     def require(self) -> ReceivedPayload:
         """The payload.
 
@@ -137,7 +142,7 @@ class KeyedFetch:
 
     def end_round(self) -> float | None:
         """How long to wait before the missing shards are looked for again, in seconds; None when the wait is over."""
-        if self._state is None or self.is_over or self._closing.is_set():
+        if self._state is None or self.is_over or self.is_closing:
             return None
         self._state, (effect,) = step(self._state, RoundEnded(time.monotonic()))
         return effect.seconds if isinstance(effect, Pause) else None
@@ -148,6 +153,15 @@ class KeyedFetch:
             self._ask(self.missing[0], time.monotonic() + pause_s)
         else:
             self._closing.wait(pause_s)
+
+    def spell_missing(self) -> str:
+        """What is missing, in words."""
+        wanted = () if self._state is None else self._state.wanted
+        shards = ", ".join(
+            repr(shard.key) if shard.source_rank is None else f"{shard.key!r} of source rank {shard.source_rank}"
+            for shard in self.missing
+        )
+        return f"{len(self.missing)} of {len(wanted)} shards are missing: {shards}"
 
     def redirect(self, route: ReceiveRoute) -> None:
         """Nothing; the missing shards are asked of the sender that this route names, by the same keys."""
@@ -248,15 +262,10 @@ class KeyedFetch:
             end(delivery)
 
     def _timeout(self) -> ReceiveTimeout:
-        assert self._state is not None
-        missing = ", ".join(
-            repr(shard.key) if shard.source_rank is None else f"{shard.key!r} of source rank {shard.source_rank}"
-            for shard in self.missing
-        )
-        why = "this rank is closing" if self._closing.is_set() else "the deadline passed"
+        why = "this rank is closing" if self.is_closing else "the deadline passed"
         error = ReceiveTimeout(
             f"KV of request {self.request_id!r} did not come from stage {self.route.stages.from_stage!r}: {why}, and "
-            f"{len(self.missing)} of {len(self._state.wanted)} shards are missing: {missing}",
+            f"{self.spell_missing()}",
             request_id=self.request_id,
         )
         error.consumed = not self._is_returnable

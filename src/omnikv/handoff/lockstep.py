@@ -231,10 +231,7 @@ class Lockstep:
         return replace(case, received=request.receive_again())
 
     def _ballot(self, case: Case, number: int) -> Ballot:
-        request, waiting = case.request, case.request.waiting
-        if waiting and request.is_broken:
-            # What broke it may have been that something was not here yet.
-            waiting = waiting | {str(case.request_id)}
+        request = case.request
         try:
             return ballot_of(
                 case.req,
@@ -242,7 +239,7 @@ class Lockstep:
                 request_id=str(case.request_id),
                 required=self._rules.required_roles,
                 failures=request.failures,
-                waiting=waiting,
+                waiting=request.waiting,
                 round_number=number,
                 can_refetch=request.can_refetch,
             )

@@ -101,13 +101,29 @@ class OpenRequest:
                 self.fetches[wanted] = KeyedFetch(connector, wanted, route, device=device, closing=closing)
         fetch = self.fetches[request_id]
         fetch.redirect(route)
-        beside = [other for other in self.fetches.values() if other is not fetch]
-        fetch_until(fetch, beside, deadline=self.until)
-        if not (fetch.is_over or closing.is_set()):
-            self.wait_for(request_id)
+        self._wait(fetch)
         received = fetch.require()
         # What an earlier receive or a prefetch brought may lie on another device.
         return replace(received, data=place_payload(request_id, received.data, (), device))
+
+    def must_wait(self) -> bool:
+        """Whether a companion is not here and another round may bring it; waits for all of them until this round's end.
+
+        A model's function that collects companions is called once, so not before that is False.
+        """
+        if not self.can_refetch:
+            return False
+        companions = [fetch for fetch in self.fetches.values() if fetch.request_id != self.request_id]
+        for fetch in companions:
+            self._wait(fetch)
+        return any(fetch.request_id in self.waiting for fetch in companions)
+
+    def _wait(self, fetch: KeyedFetch) -> None:
+        beside = [other for other in self.fetches.values() if other is not fetch]
+        fetch_until(fetch, beside, deadline=self.until)
+        if not (fetch.is_over or fetch.is_closing):
+            self.wait_for(fetch.request_id)
+            self.failures[fetch.request_id] = fetch.spell_missing()
 
     def wait_for(self, request_id: str) -> None:
         """Nothing; notes that another round may bring what travels under this id, if there is one."""

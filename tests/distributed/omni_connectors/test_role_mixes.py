@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from tests.support.engine_requests import collect, receive_together, run_together, shelve
 
 from omnikv.errors import ConfigError, VerdictInDoubt
+from omnikv.groups.channel import Channel
+from omnikv.groups.threads import ThreadGroup
 
 
 def calls(receivers, group):
@@ -232,6 +235,48 @@ def test_a_hook_that_raises_is_a_failed_vote(world, connector, packed, request_o
     assert receive_together(receivers, [request_of(), request_of()])[1] is False
 
 
+# Many requests at once
+
+
+def test_d37_a_request_that_is_late_on_one_rank_holds_up_no_other_of_the_stage(world, connector, packed, request_of):
+    receivers = world(tp=8, more={"kv_agreement": "contents", "recv_timeout": 600.0, "kv_round_timeout": 0.05})
+    give_channels(receivers)
+    done, get = set(), connector.get
+
+    def get_late(**where):
+        # One rank's shard of one request comes once all other requests are done on every rank.
+        is_late = where["get_key"] == "r0_0_0_5_5"
+        return None if is_late and len(done) < 7 * len(receivers) else get(**where)
+
+    def receive(receiver, request_id):
+        assert receiver.receive_multi_kv_cache_distributed(request_of(request_id))
+        done.add((receiver.tp_topology.local_rank, request_id))
+        return True
+
+    connector.get = get_late
+    request_ids = [f"r{number}" for number in range(8)]
+    shelve(connector, packed, range(8), *request_ids)
+    calls = [
+        lambda receiver=receiver, request_id=request_id: receive(receiver, request_id)
+        for receiver in receivers
+        for request_id in request_ids
+    ]
+    assert run_together(calls) == [True] * 64
+
+
+def give_channels(receivers):
+    """Nothing; the receivers of one tensor-parallel group get the channel that a group of real processes would form."""
+    formed = run_together(
+        [
+            lambda group=group: Channel.form(group, deadline=time.monotonic() + 20.0)
+            for group in ThreadGroup.create(len(receivers))
+        ]
+    )
+    for receiver, channel in zip(receivers, formed, strict=True):
+        group = receiver.topo_config.tp_group
+        receiver._together._lockstep._seats._by_group[id(group)] = (group, channel)
+
+
 # After the verdict, and when there is none
 
 
@@ -261,6 +306,23 @@ def test_d05_a_companion_that_is_not_sent_after_all_fails_at_once(make_receiver,
     assert receiver.receive_kv_cache_for_request("c1") == (None, 0)
     assert "final at stage 0" in caplog.text
     assert sender.counters["declined"] == 1
+
+
+@pytest.mark.parametrize(("required", "outcome"), [(["cfg_text"], False), ([], True)])
+def test_d05_a_companion_that_its_sender_declines_is_settled_by_all_ranks_at_once(
+    world, make_sender, request_of, caplog, required, outcome
+):
+    # "Not for the stage below" is no word on KV: the role is still asked for, and all ranks hear that it will not come.
+    settings = {"connector_config": {"type": "memory", "namespace": f"declined-{uuid.uuid4().hex[:12]}"}}
+    more = {**settings, "recv_timeout": 600.0, "kv_agreement": "contents", "kv_required_roles": required}
+    receivers = world(tp=2, connectors=[None, None], more=more)
+    for rank in (0, 1):
+        sent(make_sender, settings["connector_config"]["namespace"], rank).decline_kv_transfer("c1", "final at stage 0")
+    requests = [request_of(cfg_kv_request_ids={"cfg_text": "c1"}) for _ in receivers]
+    assert receive_together(receivers, requests, collect) == [outcome, outcome]
+    assert [req.past_key_values is not None for req in requests] == [outcome, outcome]
+    assert "cfg_text" in caplog.text
+    assert "final at stage 0" in caplog.text
 
 
 def test_d05_a_connector_that_cannot_tell_is_not_bothered(make_sender, connector):

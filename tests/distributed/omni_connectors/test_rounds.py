@@ -125,19 +125,29 @@ def test_a_rank_that_gathers_three_shards_asks_again_for_the_late_one_only(
     }
 
 
-def test_a_collector_that_does_without_no_companion_is_called_again_when_it_may_have_come(
-    world, connector, packed, request_of
-):
+def test_the_models_collector_is_called_once_when_all_that_it_may_ask_for_is_here(world, connector, packed, request_of):
+    called = []
+
     def strict(request_id, ids, manager, device):
+        called.append(manager)
         found = collect(request_id, ids, manager, device)
-        if len(found) < len(ids):
-            raise KeyError("a branch is missing")
+        assert len(found) == len(ids)
         return found
 
     receivers = world(tp=2, more=PATIENT)
     shelve(late(connector, receivers, key("c1", 1)), packed, [0, 1], "r1", "c1")
     requests = [request_of(cfg_kv_request_ids=dict(BOTH)) for _ in receivers]
     assert receive_together(receivers, requests, strict) == [True, True]
+    assert sorted(map(id, called)) == sorted(map(id, receivers))
+
+
+def test_at_the_deadline_the_collector_is_called_with_what_there_is(world, connector, packed, request_of, caplog):
+    receivers = world(tp=2, more={**PATIENT, "recv_timeout": 0.2})
+    shelve(connector, packed, [0, 1], "r1")
+    requests = [request_of(cfg_kv_request_ids=dict(BOTH)) for _ in receivers]
+    assert receive_together(receivers, requests, collect) == [True, True]
+    assert "goes on without the companions cfg_text: " in caplog.text
+    assert "1 of 1 shards are missing: 'c1_0_0_0_0' of source rank 0" in caplog.text
 
 
 # When there is nothing to wait for
@@ -154,12 +164,11 @@ def test_d10_a_failure_on_one_rank_ends_the_wait_of_the_others_at_the_end_of_a_r
     assert "rank 1 lacks primary: the payload slicer failed" in caplog.text
 
 
-@pytest.mark.parametrize("collector", [None, lambda *_: {}])
-def test_d06_a_companion_that_nobody_asks_for_is_not_waited_for(world, connector, packed, request_of, collector):
+def test_d06_a_companion_that_nobody_asks_for_is_not_waited_for(world, connector, packed, request_of):
     receivers = world(tp=2, more=PATIENT)
     shelve(connector, packed, [0, 1])
     requests = [request_of(cfg_kv_request_ids=dict(BOTH)) for _ in receivers]
-    assert receive_together(receivers, requests, collector) == [True, True]
+    assert receive_together(receivers, requests) == [True, True]
     assert [receiver.counters["companions_missing"] for receiver in receivers] == [1, 1]
 
 

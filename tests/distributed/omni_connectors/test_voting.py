@@ -98,6 +98,65 @@ def test_d01_the_next_request_on_the_same_ranks_works(stage, connector, packed, 
     assert receive_together(receivers, [request_of("r2"), request_of("r2")]) == [True, True]
 
 
+@pytest.mark.parametrize("dialect", ["published", "contents"])
+def test_d01_a_shard_that_comes_after_its_ranks_deadline_is_used_by_no_rank_until_all_retry(
+    stage, connector, packed, request_of, monkeypatch, dialect
+):
+    receivers = stage(2, kv_agreement=dialect)
+    lockstep = receivers[1]._together._lockstep
+    settle = lockstep.settle
+
+    def settle_late(case):
+        shelve(connector, packed, [1])
+        return settle(case)
+
+    shelve(connector, packed, [0])
+    monkeypatch.setattr(lockstep, "settle", settle_late)
+    requests = [request_of(), request_of()]
+    assert receive_together(receivers, requests) == [False, False]
+    assert [getattr(req, "past_key_values", None) for req in requests] == [None, None]
+    monkeypatch.undo()
+    assert receive_together(receivers, [request_of(), request_of()]) == [True, True]
+
+
+LOCAL_TROUBLE = {
+    "no connector": lambda receiver: setattr(receiver, "_connector", False),
+    "no thread to prefetch with": lambda receiver: receiver.shutdown_prefetch(),
+    "other counters": lambda receiver: receiver.counters.update(received=200, dropped=7),
+    "something prefetched": lambda receiver: receiver.start_prefetch(
+        {"request_id": "other", "kv_sender_info": {"host": "h", "zmq_port": 1000}}
+    ),
+    "an unusable sender": lambda receiver: receiver.update_sender_info({"host": 5}),
+}
+
+
+@pytest.mark.parametrize("dialect", ["published", "contents"])
+@pytest.mark.parametrize("trouble", LOCAL_TROUBLE)
+def test_d36_whether_a_rank_votes_hangs_on_nothing_that_it_knows_alone(
+    stage, connector, packed, request_of, dialect, trouble
+):
+    # Four ranks, of which one differs from the others after some requests; each makes the same calls as before.
+    receivers = stage(4, kv_agreement=dialect, async_prefetch=True)
+    groups = [receiver.topo_config.tp_group for receiver in receivers]
+
+    def receive(request_id):
+        before = [group.calls for group in groups]
+        shelve(connector, packed, range(4), request_id)
+        requests = [request_of(request_id) for _ in receivers]
+        outcomes = run_together(
+            [
+                lambda receiver=receiver, req=req: receiver.consume_and_distribute_kv_cache(req)
+                for receiver, req in zip(receivers, requests, strict=True)
+            ]
+        )
+        assert len(set(outcomes)) == 1
+        return [group.calls - called for group, called in zip(groups, before, strict=True)]
+
+    usual = [receive(f"r{number}") for number in range(3)]
+    LOCAL_TROUBLE[trouble](receivers[2])
+    assert [receive(f"s{number}") for number in range(3)] == usual
+
+
 def test_d02_a_companion_that_came_on_one_rank_only_drops_all_of_it(stage, connector, packed, request_of):
     def collect(request_id, companion_ids, manager, device):
         data, _ = manager.receive_kv_cache_for_request(companion_ids["cfg_text"], device)

@@ -177,11 +177,14 @@ class ReceivingStage(ABC):
     ) -> bool:
         """Whether the primary KV came; guidance companions are collected by the model's function and set as well.
 
-        All of them share one deadline, and are waited for side by side.
+        All of them share one deadline, and are waited for side by side. In a round that may be followed by another the
+        function is not called before all that it may ask for is here, so that it is called once.
         """
         with self._together.opened(req, self._resolve_request_id) as (request, is_alone):
             request.fetches_companions = cfg_kv_collect_func is not None
             received = self.receive_kv_cache(req, target_device)
+            if cfg_kv_collect_func is not None and request.can_refetch and (not received or request.must_wait()):
+                return received
             collect_companions(req, cfg_kv_collect_func, self, target_device, request=request, counters=self.counters)
             if is_alone and received:
                 self._together.acknowledge(request)
