@@ -8,7 +8,7 @@ import pytest
 import torch
 from stages import assert_same, full_cache, one_to_one, part, send_everywhere
 
-from omnikv import KVReceiver, KVSender, LayerKV, Layout, PagedKV, Route
+from omnikv import Edge, KVReceiver, KVSender, LayerKV, Layout, PagedKV, Route
 from omnikv.core.handshake import ModelFacts
 from omnikv.core.partition import Parallel
 from omnikv.errors import ConfigError, ConnectError, HandoffError
@@ -187,3 +187,47 @@ def test_d21_a_side_that_states_nothing_of_its_model_is_refused(transport, names
         sender.send("req", full_cache())
         with pytest.raises(ConnectError, match=f"{silent}: states nothing of its model, while its peer does"):
             receiver.receive("req", timeout_s=10)
+
+
+def test_a_paged_latent_without_heads_arrives_in_another_block_size(transport, namespace):
+    latent = torch.randn(TOKENS, 1, 6)
+    pool, there = torch.zeros(4, 8, 6), torch.zeros(3, 16, 6)
+    scatter_into_blocks([LayerKV(latent, latent[..., :0])], [pool], [3, 0, 2], Layout.latent(8))
+    route = Route.tp("a", "b", num_kv_heads=1, from_tp=2, to_tp=1, namespace=namespace)
+    with ExitStack() as stack:
+        senders = [stack.enter_context(KVSender(route, rank, transport=transport)) for rank in range(2)]
+        receiver = stack.enter_context(KVReceiver(route, 0, transport=transport))
+        for sender in senders:
+            sender.send("req", PagedKV([pool], [3, 0, 2], TOKENS, Layout.latent(8)))
+        with receiver.receive("req", timeout_s=10) as kv:
+            scatter_into_blocks(kv.layers, [there], [2, 0], Layout.latent(16))
+    assert torch.equal(torch.cat([there[2], there[0]])[:TOKENS], latent[:, 0])
+
+
+def test_an_engines_8_bit_cache_arrives_in_16_bits_over_other_ranks_and_shares_of_tokens(transport, namespace):
+    layers = full_cache(num_tokens=TOKENS)
+    entries = quantise(layers, torch.float8_e4m3fn, "tensor")
+    values, scales = entries[::2], [tuple(float(scale[0, 0, 0]) for scale in entry) for entry in entries[1::2]]
+    kept = Layout.packed(4).stating(dtype="float8_e4m3fn", scales="tensor")
+    pools = [torch.zeros(8, HEADS, 4, 2 * HEAD_DIM, dtype=torch.uint8) for _ in layers]
+    ids = [5, 2, 0, 7, 1, 3]
+    scatter_into_blocks(values, pools, ids, Layout.packed(4).stating(dtype="float8_e4m3fn"))
+    route = Route.parallel(
+        Edge(from_stage="a", to_stage="b", namespace=namespace),
+        num_kv_heads=HEADS,
+        source=Parallel(tp=1),
+        target=Parallel(tp=2, cp=2),
+    )
+    expected = dequantise(entries, torch.bfloat16)
+    with ExitStack() as stack:
+        sender = stack.enter_context(KVSender(route, 0, transport=transport))
+        receivers = [stack.enter_context(KVReceiver(route, rank, transport=transport)) for rank in range(4)]
+        sender.send("req", PagedKV(pools, ids, TOKENS, kept, scales=scales))
+        for receiver in receivers:
+            kv = receiver.receive("req", timeout_s=10)
+            kv.detach(torch.bfloat16)
+            (box,) = route.target_boxes[receiver.rank]
+            runs = [run for stripe in box.tokens.stripes(TOKENS) for run in stripe.runs()]
+            tokens = [token for run in runs for token in range(*run)]
+            share = [LayerKV(*(tensor[tokens] for tensor in layer)) for layer in part(expected, box.heads)]
+            assert_same(kv.layers, share)
