@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnikv.core.handshake import ModelFacts
     from omnikv.core.keys import Edge, PayloadId
     from omnikv.core.layout import Layout
+    from omnikv.core.partition import Parallel
     from omnikv.core.reshard import Route
     from omnikv.handoff.api import KVReceiver, KVSender
-    from omnikv.tensors.blocks import PagedKV
+    from omnikv.tensors.blocks import PagedKV, scatter_into_blocks
     from omnikv.tensors.kv import LayerKV
 
 __version__ = "0.1.0"
@@ -24,9 +26,12 @@ _HOMES = {
     "KVSender": "omnikv.handoff.api",
     "LayerKV": "omnikv.tensors.kv",
     "Layout": "omnikv.core.layout",
+    "ModelFacts": "omnikv.core.handshake",
     "PagedKV": "omnikv.tensors.blocks",
+    "Parallel": "omnikv.core.partition",
     "PayloadId": "omnikv.core.keys",
     "Route": "omnikv.core.reshard",
+    "scatter_into_blocks": "omnikv.tensors.blocks",
 }
 
 __all__ = [
@@ -35,10 +40,13 @@ __all__ = [
     "KVSender",
     "LayerKV",
     "Layout",
+    "ModelFacts",
     "PagedKV",
+    "Parallel",
     "PayloadId",
     "Route",
     "__version__",
+    "scatter_into_blocks",
 ]
 
 
