@@ -9,6 +9,11 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAID = {
+    "omni_pipeline/draw_together.py": (
+        "rank 0: reader, keep primary, heads [0, 1]",
+        "rank 3: follower, keep cfg_text, heads [2, 3]",
+        "matches the reference: max difference ",
+    ),
     "lockstep.py": (
         "rank 0: whole: keep cfg_text, primary",
         "rank 1: no companion: keep primary",
@@ -45,4 +50,4 @@ def test_the_example_runs_and_says_what_it_promises(name):
 
 
 def test_no_example_is_left_untested():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAID)
+    assert {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} == set(SAID)
