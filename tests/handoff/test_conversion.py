@@ -231,3 +231,17 @@ def test_an_engines_8_bit_cache_arrives_in_16_bits_over_other_ranks_and_shares_o
             tokens = [token for run in runs for token in range(*run)]
             share = [LayerKV(*(tensor[tokens] for tensor in layer)) for layer in part(expected, box.heads)]
             assert_same(kv.layers, share)
+
+
+def test_d21_a_sender_that_comes_back_with_another_model_is_judged_anew(transport, namespace):
+    layout, layers = stacked(16, torch.float32), full_cache()
+    route = one_to_one(namespace)
+    with KVReceiver(route, 0, transport=transport, model=facts(layout)) as receiver:
+        with KVSender(route, 0, transport=transport, model=facts(layout)) as sender:
+            sender.send("first", layers)
+            with receiver.receive("first", timeout_s=10) as kv:
+                assert_same(kv.layers, layers)
+        with KVSender(route, 0, transport=transport, model=facts(layout, head_dim=8)) as sender:
+            sender.send("second", layers)
+            with pytest.raises(ConnectError, match="sender: head_dim 8, receiver: head_dim 4; not convertible"):
+                receiver.receive("second", timeout_s=10)

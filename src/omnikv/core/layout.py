@@ -16,7 +16,7 @@ layout becomes any other in the gather and the scatter that happen anyway, whate
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from omnikv.core.wire import ITEM_SIZES
@@ -37,8 +37,8 @@ class Layout:
             order or grain of scales.
     """
 
-    # For messages: two layouts are the same when everything below is.
-    name: str
+    # For messages alone: two layouts are the same when everything below is.
+    name: str = field(compare=False)
     # The dimensions of each tensor. Without "kv" key and value are a pair of tensors; without "head" too there is one
     # latent a token, which is handed over as the key of one head and a value without elements.
     axes: str
@@ -47,7 +47,7 @@ class Layout:
     # Where a backend repacks its trailing dimensions as one: the order of all axes in memory, for key and for value.
     key_order: str = ""
     value_order: str = ""
-    # The dtype that the engine computes with; None is what its tensors say.
+    # The dtype that the values are in; None is what the tensors say.
     dtype: str | None = None
     # Which elements of a head the rotary embedding pairs: i and i + head_dim / 2, or 2i and 2i + 1; None is not stated.
     rope: RotaryOrder | None = None
