@@ -61,6 +61,7 @@ class TcpLink(Link):
         self.claim: Claim | None = None
         self._greeting = greeting
         self._stream = greeting.stream
+        self._side = side
         self._decoder = _DECODERS[side]
         self._watch, self._count, self._lane, self._ended = watch, count, lane, ended
         self._cutter = FrameCutter(MAX_MESSAGE_NBYTES)
@@ -159,6 +160,9 @@ class TcpLink(Link):
         if isinstance(outcome, Rejected):
             return self._reject(outcome.kind, outcome.reason)
         if isinstance(outcome, Proved):
+            stranger = self._problem_with(outcome.peer)
+            if stranger is not None:
+                return self._reject("refused_opening", stranger)
             self.claim = outcome.peer
             if self.claim.purpose == "data":
                 # Closed as a link, which hands it on.
@@ -167,6 +171,13 @@ class TcpLink(Link):
                 self._send_queue()
         if not self.is_over:
             self._watch(self)
+        return None
+
+    def _problem_with(self, peer: Claim) -> str | None:
+        if peer.side == self._side:
+            return f"a {peer.side} answers, and this is one too: a target calls sources"
+        if self.seat is not None and self.seat != (peer.rank, peer.reader):
+            return f"at {self.address} listens {peer.side} rank {peer.rank}, not {self.seat}: correct the option peers"
         return None
 
     def _greeting_failed(self, error: OSError) -> str | None:
