@@ -1,0 +1,148 @@
+"""A part of a request is taken for what it shows itself to be, never for what the route would have liked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from boxed_caches import Held, boxed_cache, carry, carry_piece, positions, value_of
+
+from omnikv import Edge, Layout, PagedKV, Parallel, PayloadId, Route
+from omnikv.core.boxes import Span
+from omnikv.core.plan import Piece
+from omnikv.errors import ConfigError, RemoteProtocolError, WireError
+from omnikv.handoff.assemble import assemble
+from omnikv.handoff.cut import own_layers
+from omnikv.handoff.part import read_part
+from omnikv.handoff.send import plan_piece
+from omnikv.tensors.kv import DenseSource, LayerSource
+from omnikv.tensors.pack import plan_payload
+
+EDGE = Edge(from_stage="prefill", to_stage="decode")
+TOKENS = 12
+
+
+def route_of(source, target, num_layers=2):
+    return Route.parallel(EDGE, num_kv_heads=2, num_layers=num_layers, source=source, target=target)
+
+
+ROUTE = route_of(Parallel(pp=2), Parallel(cp=2))
+
+
+def sealed(piece, layers, **stated):
+    """A payload of these layers under a head that states what it is told to."""
+    boxes = ROUTE.source_boxes[piece.source_rank]
+    own = own_layers(boxed_cache(boxes, TOKENS), boxes, TOKENS)
+    identity = PayloadId(edge=EDGE, transfer_id="req", source_rank=piece.source_rank, target_rank=piece.target_rank)
+    header = plan_piece(identity, piece, own, plain=False, metadata={}, checksum=False).header
+    plan = plan_payload(
+        request_id="req",
+        layers=[LayerSource(DenseSource(key), DenseSource(value)) for key, value in layers],
+        metadata={},
+        extension=replace(header.extension, **stated),
+        checksum=True,
+    )
+    lease = Held(plan.nbytes)
+    plan.write_into(lease.buffer)
+    return identity, lease
+
+
+def layer(heads=2, rows=6):
+    return torch.zeros(rows, heads, 2), torch.zeros(rows, heads, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stated", "message"),
+    [
+        ([layer()], {"regions": ()}, r"sent layers 0-0 heads \[0, 1\] tokens"),
+        ([layer()], {"num_tokens": 14}, r"sent layers 0-0 .* \[\(0, 6, 6, 1\)\], the route says .* \[\(0, 7, 7, 1\)\]"),
+        ([layer()], {"heads": (1, 0)}, r"sent heads \[1, 0\], the route says \[0, 1\]"),
+        ([layer()] * 2, {}, "sent 2 layers for the 1 that it names"),
+        ([layer(rows=5)], {}, r"layer 0 key has shape \[5, 2, 2\], expected \[6, 2, head_dim\]"),
+        ([layer(heads=1)], {}, r"layer 0 key has shape \[6, 1, 2\], expected \[6, 2, head_dim\]"),
+        ([(torch.zeros(6, 2), torch.zeros(6, 2))], {}, r"layer 0 key has shape \[6, 2\], expected"),
+    ],
+)
+def test_a_part_that_is_not_what_the_route_says_is_refused(layers, stated, message):
+    [piece, *_] = ROUTE.pieces_to(0)
+    if stated == {"regions": ()}:
+        # Then it reads as a part with all tokens, which this route's is not.
+        stated = {"regions": (), "num_tokens": None}
+    identity, lease = sealed(piece, layers, **stated)
+    with pytest.raises(RemoteProtocolError, match=f"source rank 0.*{message}"):
+        read_part(identity, piece, lease, 0.0)
+
+
+def test_regions_that_name_more_than_came_are_refused_however_large():
+    [piece, *_] = ROUTE.pieces_to(0)
+    huge = Piece(source_rank=0, target_rank=0, boxes=(replace(piece.boxes[0], layers=Span(0, 1 << 50)),))
+    [region] = decode_regions(piece)
+    identity, lease = sealed(piece, [layer()], regions=(region._replace(layers=Span(0, 1 << 50)),))
+    with pytest.raises(RemoteProtocolError, match="sent 1 layers for the 1125899906842624 that it names"):
+        read_part(identity, huge, lease, 0.0)
+
+
+def decode_regions(piece):
+    caches = boxed_cache(ROUTE.source_boxes[piece.source_rank], TOKENS)
+    part, _ = carry_piece(ROUTE, piece, caches, TOKENS)
+    return part.regions
+
+
+def test_d35_a_part_that_is_damaged_leaves_nothing_that_could_be_used():
+    pieces = ROUTE.pieces_to(0)
+    caches = [boxed_cache(boxes, TOKENS) for boxes in ROUTE.source_boxes]
+    first, _ = carry_piece(ROUTE, pieces[0], caches[0], TOKENS)
+    identity, lease = sealed(pieces[1], [layer()])
+    lease.buffer[-1] ^= 1
+    with pytest.raises(WireError):
+        read_part(identity, pieces[1], lease, 0.0)
+    with pytest.raises(RemoteProtocolError, match="did not arrive whole: no source holds heads 0, 1 of layer 1"):
+        assemble([first], ROUTE.target_boxes[0], "req")
+
+
+def test_parts_of_requests_of_different_length_do_not_become_one():
+    caches = [boxed_cache(boxes, TOKENS) for boxes in ROUTE.source_boxes]
+    pieces = ROUTE.pieces_to(0)
+    first, _ = carry_piece(ROUTE, pieces[0], caches[0], TOKENS)
+    other, _ = carry_piece(ROUTE, pieces[1], boxed_cache(ROUTE.source_boxes[1], 14), 14)
+    with pytest.raises(RemoteProtocolError, match="differ in 14 against 12 tokens of the request"):
+        assemble([first, other], ROUTE.target_boxes[0], "req")
+
+
+def test_x04_one_layer_from_parts_of_different_dtype_is_refused_by_name():
+    route = route_of(Parallel(cp=2), Parallel())
+    caches = [boxed_cache(boxes, TOKENS) for boxes in route.source_boxes]
+    caches[1][1] = tuple(tensor.float() for tensor in caches[1][1])
+    with pytest.raises(RemoteProtocolError, match=r"layer 1: .*float32 against .*float64"):
+        carry(route, caches, TOKENS)
+
+
+def test_a_paged_cache_gives_a_share_of_its_tokens():
+    route = route_of(Parallel(), Parallel(cp=2, cp_block=2, tp=2), num_layers=1)
+    key, value = (value_of(0, (0, 1), range(11), side) for side in (0, 1))
+    pool = torch.full((2, 4, 4, 2, 2), -1.0, dtype=torch.float64)
+    for side, tensor in enumerate((key, value)):
+        pool[side, [2, 0, 3]] = torch.cat([tensor, tensor[:1]]).view(3, 4, 2, 2)
+    paged = PagedKV([pool], block_ids=[2, 0, 3], num_tokens=11, layout=Layout.stacked(4, dim=0))
+    received, _ = carry(route, [paged], 11)
+    for boxes, kv in zip(route.target_boxes, received, strict=True):
+        rows = positions(boxes[0], 11)
+        assert torch.equal(kv.layers[0].key, value_of(0, boxes[0].heads, rows, 0))
+        assert torch.equal(kv.layers[0].value, value_of(0, boxes[0].heads, rows, 1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_tokens", "message"),
+    [
+        (3, 12, "there are 3 layers, but the route states 2 for this rank"),
+        (2, None, "cannot tell how many there are; pass num_tokens="),
+        (2, 11, r"layer 0 has 6 tokens, but the route states .* of the request's 11, which is 5"),
+        (2, -1, "num_tokens must be the request's number of tokens, got -1"),
+    ],
+)
+def test_layers_that_are_not_this_ranks_share_are_refused_before_anything_moves(layers, num_tokens, message):
+    boxes = route_of(Parallel(cp=2), Parallel()).source_boxes[1]
+    cache = boxed_cache(boxes, TOKENS)
+    with pytest.raises(ConfigError, match=message):
+        own_layers((cache * 2)[:layers], boxes, num_tokens)
