@@ -22,6 +22,7 @@ ROUNDS = 10 * BLOCKS
 
 def _times(*, objects=1200.0, all_reduce=600.0, channel=100.0, batch=120.0, late_ms=4.0):
     rounds_us = {"objects": objects, "all_reduce": all_reduce, "channel": channel, "batch": batch}
+    rounds_us |= {"bare": 60.0, "bare_batch": 75.0}
     return RankTimes(
         rounds_us={name: [us] * ROUNDS for name, us in rounds_us.items()},
         even_ms=[3.0] * 3,
@@ -63,9 +64,12 @@ def test_the_text_and_the_json_show_what_was_measured_and_the_bars():
     text = agreement_to_text([result], "the command")
     assert "the command" in text
     assert "4 ranks" in text
+    assert "bare star, share of all-reduce" in text
     assert f"FAIL  4 ranks: {BATCH} votes at once: 2 x one vote, at most 1.5" in text
     said = json.loads(json.dumps(agreement_to_json([result], "the command")))
     assert said["results"][0]["latencies"]["channel"]["p50_us"] == {"median": 100.0, "least": 100.0, "most": 100.0}
+    assert said["results"][0]["bare_all_reduce_share"]["median"] == 0.1
+    assert said["results"][0]["bare_batch_x"]["median"] == 1.25
     assert [bar["passed"] for bar in said["bars"]] == [True, True, False, True]
 
 

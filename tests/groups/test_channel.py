@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -9,9 +10,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Votes
 from omnikv.core.verdict import rule
 from omnikv.errors import ConfigError, LocalProtocolError, VerdictInDoubt
 from omnikv.groups.channel import Channel
@@ -321,16 +323,23 @@ def frame(payload):
     return len(payload).to_bytes(4, "big") + payload
 
 
+def a_vote(key, *, number=0):
+    """What a follower sends that votes on no role of `key`."""
+    return frame(msgspec.msgpack.encode(Votes(math.inf, [(key, Ballot(number, True, ()))])))
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
         (frame(b"\x80\x04garbage"), "that are no ballots"),
         (b"\xff\xff\xff\xff", "it announced a frame of 4294967295 bytes"),
         (frame(b""), "that are no ballots"),
-        (frame(b"\x94\xa5votes\x00\x00\xc4\x03abc"), "that are no ballots"),
+        (frame(msgspec.msgpack.encode(("votes", math.inf, b"abc"))), "that are no ballots"),
+        # The very ballots of the vote that is on, behind something else than a head.
+        (frame(bytes(16) + msgspec.msgpack.encode([("r", a_ballot())])), "that are no ballots"),
         # Two votes on a key that nobody else has voted on, and a vote in a round that is not on.
-        (frame(b"\x94\xa5votes\x00\x00\xc4\x08\x91\x92\xa1s\x93\x00\xc3\x90") * 2, "again before the ruling"),
-        (frame(b"\x94\xa5votes\x00\x00\xc4\x08\x91\x92\xa1r\x93\x05\xc3\x90"), "broke the order of the vote"),
+        (a_vote("s") * 2, "again before the ruling"),
+        (a_vote("r", number=5), "broke the order of the vote"),
     ],
 )
 def test_d29_a_peer_that_breaks_the_protocol_is_lost_with_the_reason(stranger, said, words):
@@ -344,9 +353,9 @@ def test_d29_a_peer_that_breaks_the_protocol_is_lost_with_the_reason(stranger, s
 def test_a_leader_that_breaks_the_protocol_leaves_its_follower_in_doubt_with_the_reason():
     here, there = socket.socketpair()
     with Channel(1, 2, {0: here}, shares_clock=True) as channel, there:
-        # It keeps a message that was never sent.
-        there.sendall(frame(b"\x92\xa4kept\x07"))
-        with pytest.raises(VerdictInDoubt, match="it kept message 7, which has no ballots to keep"):
+        # It keeps what was never voted on.
+        there.sendall(frame(msgspec.msgpack.encode(Kept("another"))))
+        with pytest.raises(VerdictInDoubt, match="it keeps what was cast with 'another', and no vote on that can be"):
             channel.agree("r", a_ballot(), deadline=far())
 
 
@@ -356,10 +365,8 @@ def test_a_peer_that_reads_nothing_is_given_up_and_blocks_nobody(stranger):
     for number in range(2000):
         # The follower votes the same and then never reads its rulings.
         key = f"r{number}"
-        payload = b"\x94\xa5votes\x00\x00"
-        content = b"\x91\x92" + bytes([0xA0 + len(key)]) + key.encode() + b"\x93\x00\xc3\x90"
         try:
-            there.sendall(frame(payload + b"\xc4" + bytes([len(content)]) + content))
+            there.sendall(a_vote(key))
         except BrokenPipeError:
             break
         ruling = channel.agree(key, long, deadline=far())

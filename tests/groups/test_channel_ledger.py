@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes
 from omnikv.core.verdict import rule
-from omnikv.errors import RemoteProtocolError
+from omnikv.errors import ConfigError, RemoteProtocolError
 from omnikv.groups import channel_ledger
 from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
 
 SIZE = 3
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Votes | Kept | Rulings).decode
 STANDINGS = st.sampled_from(["have", "have", "have", "missing", "failed"])
 
 
@@ -26,28 +28,35 @@ def a_ballot(standing="have", tokens="7", number=0):
     return Ballot(number, True, (RoleBallot("primary", standing, True, "", facts),))
 
 
+def ignore(message):
+    """Nothing; a line whose other end does not matter."""
+
+
 class Star:
     """The ledgers of all ranks with a first-in first-out line between each follower and the leader."""
 
     def __init__(self):
-        self.ledgers = [LeaderLedger(SIZE), *(FollowerLedger(rank, shares_clock=True) for rank in range(1, SIZE))]
         self.to_leader = {rank: [] for rank in range(1, SIZE)}
         self.to_follower = {rank: [] for rank in range(1, SIZE)}
         self.sent = []
+        followers = {rank: self.line(self.to_follower[rank]) for rank in range(1, SIZE)}
+        leaders = {rank: {0: self.line(self.to_leader[rank])} for rank in range(1, SIZE)}
+        self.ledgers = [
+            LeaderLedger(SIZE, followers),
+            *(FollowerLedger(rank, leaders[rank], shares_clock=True) for rank in range(1, SIZE)),
+        ]
 
     def cast(self, rank, votes):
         call = Call(votes, math.inf if rank == 0 else 1e6)
         self.ledgers[rank].cast(call)
-        self.ledgers[rank].foresee(call)
-        self.post(rank)
         return call
 
-    def post(self, rank):
-        for peer, message in self.ledgers[rank].outgoing:
-            self.sent.append(message)
-            line = self.to_leader[rank] if rank else self.to_follower[peer]
-            line.append(msgspec.msgpack.encode(message))
-        self.ledgers[rank].outgoing.clear()
+    def line(self, messages):
+        def send(message):
+            messages.append(bytes(message))
+            self.sent.append(type(decode(message)))
+
+        return send
 
     def deliver(self, rank, *, up):
         """One message between `rank` and the leader, if one is under way."""
@@ -55,7 +64,6 @@ class Star:
         if line:
             receiver = 0 if up else rank
             self.ledgers[receiver].hear(rank if up else 0, line.pop(0))
-            self.post(receiver)
 
     def settle(self):
         while any(self.to_leader.values()) or any(self.to_follower.values()):
@@ -94,7 +102,7 @@ def test_votes_that_are_alike_are_kept_by_one_short_message_a_follower():
     votes = [(f"r{at}", a_ballot()) for at in range(64)]
     calls = [star.cast(rank, votes) for rank in range(SIZE)]
     star.settle()
-    assert [type(message) for message in star.sent] == [Votes, Votes, Kept, Kept]
+    assert star.sent == [Votes, Votes, Kept, Kept]
     assert [call.outcome(rank) for rank, call in enumerate(calls)] == [[rule([a_ballot()])] * 64] * SIZE
     assert star.is_empty
 
@@ -104,7 +112,7 @@ def test_votes_that_are_alike_but_not_kept_get_their_rulings():
     votes = [("r", a_ballot("missing")), ("s", a_ballot())]
     calls = [star.cast(rank, votes) for rank in range(SIZE)]
     star.settle()
-    assert [type(message) for message in star.sent] == [Votes, Votes, Rulings, Rulings]
+    assert star.sent == [Votes, Votes, Rulings, Rulings]
     assert {tuple(ruling.kind for ruling in call.outcome(0)) for call in calls} == {("refetch", "keep")}
 
 
@@ -118,7 +126,6 @@ def test_losing_a_follower_at_any_moment_gives_the_others_one_ruling(lost_after,
             calls.append((step, star.cast(step, votes)))
         if step == lost_after:
             star.ledgers[0].lose(2, "killed")
-            star.post(0)
             star.to_leader[2].clear()
         elif rank == 1 or step < lost_after:
             star.deliver(rank, up=up)
@@ -132,11 +139,10 @@ def test_losing_a_follower_at_any_moment_gives_the_others_one_ruling(lost_after,
 
 
 def test_a_due_of_one_request_ends_the_waiting_for_that_one_alone():
-    leader = LeaderLedger(SIZE)
+    leader = LeaderLedger(SIZE, {1: ignore, 2: ignore})
     call = Call([("r", a_ballot()), ("s", a_ballot())], 100.0)
     leader.cast(call)
-    encoded = msgspec.msgpack.encode([("r", a_ballot())])
-    leader.hear(1, msgspec.msgpack.encode(Votes(0, 5_000_000, encoded)))
+    leader.hear(1, encode(Votes(5.0, [("r", a_ballot())])))
     assert call.due == 5.0
     leader.expire(call, 6.0)
     assert call.due == 100.0
@@ -147,12 +153,44 @@ def test_a_due_of_one_request_ends_the_waiting_for_that_one_alone():
 
 def test_a_peer_far_ahead_of_everybody_is_refused(monkeypatch):
     monkeypatch.setattr(channel_ledger, "MAX_OPEN_REQUESTS", 3)
-    votes = [msgspec.msgpack.encode([(f"r{at}", a_ballot())]) for at in range(4)]
-    leader = LeaderLedger(SIZE)
-    for encoded in votes[:3]:
-        leader.hear(1, msgspec.msgpack.encode(Votes(0, 0, encoded)))
+    votes = [encode(Votes(math.inf, [(f"r{at}", a_ballot())])) for at in range(4)]
+    leader = LeaderLedger(SIZE, {1: ignore, 2: ignore})
+    for message in votes[:3]:
+        leader.hear(1, message)
     with pytest.raises(RemoteProtocolError, match="more than 3 requests ahead"):
-        leader.hear(1, msgspec.msgpack.encode(Votes(0, 0, votes[3])))
+        leader.hear(1, votes[3])
+
+
+def test_a_due_counts_that_comes_with_the_very_same_ballots():
+    leader = LeaderLedger(SIZE, {1: ignore, 2: ignore})
+    votes = [("r", a_ballot()), ("s", a_ballot())]
+    call = Call(votes, 100.0)
+    leader.cast(call)
+    leader.hear(1, encode(Votes(5.0, votes)))
+    assert call.due == 5.0
+
+
+def test_calls_whose_ballots_begin_alike_are_told_apart():
+    # A key of four bytes a character is longer than what a leader looks up.
+    keys = ["\U0001f600" * 1023 + last for last in "ab"]
+    star = Star()
+    calls = [[star.cast(rank, [(key, a_ballot(tokens=key[-1]))]) for rank in range(SIZE)] for key in keys]
+    star.settle()
+    for key, of_key in zip(keys, calls, strict=True):
+        assert {call.outcome(0)[0] for call in of_key} == {rule([a_ballot(tokens=key[-1])])}
+    assert star.is_empty
+
+
+def test_ballots_too_long_for_one_message_are_refused_and_leave_nothing():
+    star = Star()
+    long = Ballot(0, True, (RoleBallot("primary", "failed", True, "x" * 4096),))
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match="cast fewer at once"):
+            star.cast(rank, [(f"r{at}", long) for at in range(4100)])
+    assert star.is_empty
+    calls = [star.cast(rank, [("r0", a_ballot())]) for rank in range(SIZE)]
+    star.settle()
+    assert {call.outcome(0)[0].kind for call in calls} == {"keep"}
 
 
 def test_a_call_holds_no_reference_to_itself():

@@ -7,17 +7,19 @@ import pytest
 
 from omnikv.core.messages import Kept, Rulings, Votes
 from omnikv.errors import LocalProtocolError, RemoteProtocolError
+from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
-from omnikv.groups.channel_ledger import Call
 from omnikv.testing import World
+
+decode = msgspec.msgpack.Decoder(Votes | Kept | Rulings).decode
 
 
 class LedgerSeat:
     """A ledger with the caller and the connections of a simulated rank; ballots of a short while go out together."""
 
-    def __init__(self, seats, rank, ledger, send, tell):
-        self.seats, self.rank, self.ledger, self.send, self.tell = seats, rank, ledger, send, tell
+    def __init__(self, seats, rank, ledger, tell):
+        self.seats, self.rank, self.ledger, self.tell = seats, rank, ledger, tell
         self.calls = {}
         self.votes = []
 
@@ -40,8 +42,6 @@ class LedgerSeat:
         self.calls.update(dict.fromkeys(call.keys, call))
         self.seats.batches.append(len(votes))
         self.ledger.cast(call)
-        if call.left:
-            self.ledger.foresee(call)
         self.settle()
 
     def expire(self, key):
@@ -64,10 +64,6 @@ class LedgerSeat:
         self.settle()
 
     def settle(self):
-        for rank, message in self.ledger.outgoing:
-            self.seats.kinds.add(type(message))
-            self.send(rank, msgspec.msgpack.encode(message))
-        self.ledger.outgoing.clear()
         for call in dict.fromkeys(self.calls.values()):
             for index, key in enumerate(call.keys):
                 answer = self.answer(call, index)
@@ -111,11 +107,19 @@ class ChannelSeats:
         self.kinds = set()
 
     def leader(self, size, *, send, tell):
-        return LeaderLedgerSeat(self, 0, LeaderLedger(size), send, tell)
+        lines = {rank: self.line(lambda message, rank=rank: send(rank, message)) for rank in range(1, size)}
+        return LeaderLedgerSeat(self, 0, LeaderLedger(size, lines), tell)
 
     def follower(self, rank, *, send, tell):
-        ledger = FollowerLedger(rank, shares_clock=False)
-        return FollowerLedgerSeat(self, rank, ledger, lambda _, payload: send(payload), tell)
+        ledger = FollowerLedger(rank, {0: self.line(send)}, shares_clock=False)
+        return FollowerLedgerSeat(self, rank, ledger, tell)
+
+    def line(self, send):
+        def send_and_note(message):
+            self.kinds.add(type(decode(message)))
+            send(bytes(message))
+
+        return send_and_note
 
 
 def run(seed, hold_s):

@@ -1,5 +1,8 @@
 """What agreeing costs: the channel beside the published exchange of objects and one all-reduce, over real processes.
 
+Beside it stands also the least that a vote can cost here, `omnikv.bench.agreement_star`: what the channel takes beyond
+that is its own, what it takes up to there is the sockets' and the machine's.
+
 The times of all ranks count alike: a verdict is there when the last rank knows it. Rounds are cut into blocks; a block
 gives a p50 of each subject and their ratios, and what is reported is the median of the blocks with the least and the
 most, so that a moment in which the machine was busy shows as a range and not as a result.
@@ -36,6 +39,8 @@ _GIVE_UP_AFTER_S = 300.0
 _SUBJECTS = {
     "objects": "objects over gloo",
     "all_reduce": "one gloo all-reduce",
+    "bare": "bare star",
+    "bare_batch": f"bare star, {BATCH} votes at once",
     "channel": "channel",
     "batch": f"channel, {BATCH} votes at once",
 }
@@ -51,7 +56,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementResult:
-    """What one number of ranks took. `_share` and `_x` are ratios of p50s within a block.
+    """What one number of ranks took. `_share` and `_x` are ratios of p50s within a block; `bare_` is the bare star's.
 
     `delay_ms` is how much later all other requests in flight were ruled because one rank cast one vote late; it is
     over the tries, on the rank where it was worst. `late_one_ms` is when that one was ruled.
@@ -63,6 +68,8 @@ class AgreementResult:
     objects_share: Spread
     all_reduce_share: Spread
     batch_x: Spread
+    bare_all_reduce_share: Spread
+    bare_batch_x: Spread
     in_flight_ms: Spread
     delay_ms: Spread
     late_one_ms: Spread
@@ -98,6 +105,8 @@ def summarise(ranks: int, rounds: int, times: Sequence[RankTimes]) -> AgreementR
         objects_share=_ratios(p50s["channel"], p50s["objects"]),
         all_reduce_share=_ratios(p50s["channel"], p50s["all_reduce"]),
         batch_x=_ratios(p50s["batch"], p50s["channel"]),
+        bare_all_reduce_share=_ratios(p50s["bare"], p50s["all_reduce"]),
+        bare_batch_x=_ratios(p50s["bare_batch"], p50s["bare"]),
         in_flight_ms=Spread.of(late_ms),
         delay_ms=Spread.of([max(ms - even_ms, 0.0) for ms in late_ms]),
         late_one_ms=Spread.of([max(tried) for tried in zip(*(rank.late_one_ms for rank in times), strict=True)]),
@@ -209,7 +218,9 @@ def agreement_to_text(results: Sequence[AgreementResult], command: str) -> str:
     rows = {
         "channel, share of objects": [result.objects_share for result in results],
         "channel, share of all-reduce": [result.all_reduce_share for result in results],
-        f"{BATCH} at once, x one": [result.batch_x for result in results],
+        "bare star, share of all-reduce": [result.bare_all_reduce_share for result in results],
+        f"channel, {BATCH} at once, x one": [result.batch_x for result in results],
+        f"bare star, {BATCH} at once, x one": [result.bare_batch_x for result in results],
         f"{BATCH - 1} others in flight, ms": [result.in_flight_ms for result in results],
         "  delayed by, ms": [result.delay_ms for result in results],
         "  the late one, ms": [result.late_one_ms for result in results],

@@ -1,7 +1,10 @@
 """One rank of the agreement benchmark: a real process over gloo, started as `python -m omnikv.bench.agreement_rank`.
 
-Every round measures, in turn and each after a barrier, so that all see the same machine: the exchange of objects that
-engines publish, one fixed-size all-reduce, one vote over the channel, and a batch of votes over the channel.
+Every round measures, each right after a barrier, so that all see the same machine: the exchange of objects that engines
+publish, one fixed-size all-reduce, one vote and a batch of votes over bare sockets, and the same over the channel. They
+come in another order in each round, the same on all ranks: what a subject leaves behind, in caches and in where the
+processes lie on the cores, falls on none of the others more than on the rest. What a subject needs is made before the
+barrier, because a rank that makes it afterwards is waited for by its peers.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import faulthandler
 import json
 import os
 import pickle
+import random
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.bench.agreement_star import BareStar
+from omnikv.core.messages import Ballot, RoleBallot, Ruling
 from omnikv.groups.channel import Channel
 from omnikv.groups.torch_dist import TorchDistGroup
 
@@ -68,7 +73,9 @@ def main(task: RankTask) -> None:
         "gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.size, timeout=limit
     )
     with Channel.form(TorchDistGroup(), deadline=_deadline()) as channel:
-        rounds_us = _measure_rounds(channel, task.rounds)
+        star = BareStar(TorchDistGroup(), deadline=_deadline())
+        rounds_us = _measure_rounds(channel, star, task.rounds)
+        star.close()
         even = [_measure_flight(channel, f"even-{at}", late=False) for at in range(task.flights)]
         late = [_measure_flight(channel, f"late-{at}", late=True) for at in range(task.flights)]
         times = RankTimes(
@@ -98,35 +105,37 @@ def _deadline() -> float:
     return time.monotonic() + _VOTE_S
 
 
-def _measure_rounds(channel: Channel, rounds: int) -> dict[str, list[float]]:
+def _measure_rounds(channel: Channel, star: BareStar, rounds: int) -> dict[str, list[float]]:
     signature = (True, ("kv_metadata", "past_key_values", "sp.kv_metadata", "sp.past_key_values"))
     digest = zlib.crc32(pickle.dumps(signature))
+    # What is voted on is made shortly before the vote, as it is when a receive has just ended.
+    prepare: dict[str, Callable[[int], Callable[[], bool | list[Ruling]]]] = {
+        "objects": lambda _: partial(exchange_objects, channel.rank, channel.size, signature),
+        "all_reduce": lambda _: partial(reduce_all, digest),
+        "bare": lambda number: partial(star.agree, _votes(f"bare-{number}", 1)),
+        "bare_batch": lambda number: partial(star.agree, _votes(f"bare-batch-{number}", BATCH)),
+        "channel": lambda number: partial(channel.agree_many, _votes(f"one-{number}", 1), deadline=_deadline()),
+        "batch": lambda number: partial(channel.agree_many, _votes(f"batch-{number}", BATCH), deadline=_deadline()),
+    }
     times: dict[str, list[float]] = {}
     for number in range(WARM_UP_ROUNDS + rounds):
-        # What is voted on is made right before the vote, as it is when a receive has just ended, and not timed.
-        subjects: dict[str, Callable[[], Callable[[], bool]]] = {
-            "objects": lambda: partial(exchange_objects, channel.rank, channel.size, signature),
-            "all_reduce": lambda: partial(reduce_all, digest),
-            "channel": partial(_prepare_votes, channel, f"request-{number}", 1),
-            "batch": partial(_prepare_votes, channel, f"batch-{number}", BATCH),
-        }
-        for name, prepare in subjects.items():
+        for name in random.Random(number).sample(list(prepare), len(prepare)):
+            subject = prepare[name](number)
             dist.barrier()
-            subject = prepare()
             started = time.perf_counter()
-            agreed = subject()
+            verdict = subject()
             times.setdefault(name, []).append((time.perf_counter() - started) * 1e6)
-            if not agreed:
+            if not _is_kept(verdict):
                 raise AssertionError(f"{name} in round {number} found ranks that differ, and all are alike")
     return {name: values[WARM_UP_ROUNDS:] for name, values in times.items()}
 
 
-def _prepare_votes(channel: Channel, name: str, count: int) -> Callable[[], bool]:
-    return partial(_vote, channel, [(f"{name}-{at}", ballot_of(at)) for at in range(count)])
+def _votes(name: str, count: int) -> list[tuple[str, Ballot]]:
+    return [(f"{name}-{at}", ballot_of(at)) for at in range(count)]
 
 
-def _vote(channel: Channel, votes: Sequence[tuple[str, Ballot]]) -> bool:
-    return all(ruling.kind == "keep" for ruling in channel.agree_many(votes, deadline=_deadline()))
+def _is_kept(verdict: bool | list[Ruling]) -> bool:
+    return verdict if isinstance(verdict, bool) else all(ruling.kind == "keep" for ruling in verdict)
 
 
 def exchange_objects(rank: int, size: int, signature: object) -> bool:

@@ -7,6 +7,7 @@ their order, and a later version may only append fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -290,21 +291,20 @@ class ChannelWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"
 
 
 class Votes(msgspec.Struct, frozen=True, array_like=True, tag="votes"):
-    """A follower's ballots on one or many requests: `votes` is an array of (key, Ballot) pairs, encoded on its own.
+    """A follower's ballots on one or many requests, as (key, Ballot) pairs.
 
-    So it may be compared as bytes: equal bytes are equal ballots. `number` counts this rank's messages from 0.
-    `due_us` is when this rank stops waiting, in microseconds of the clock that it shares with rank 0; 0 for none.
+    `due_s` is when this rank stops waiting, on the clock that it shares with rank 0; infinite if they share none. It
+    always takes nine bytes, so all before the ballots has one length, and equal bytes after it are equal ballots.
     """
 
-    number: Count
-    due_us: Count
-    votes: bytes
+    due_s: float
+    votes: Sequence[tuple[Name, Ballot]]
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
-    """Every rank cast exactly the ballots of this follower's message `number`, and each of them is kept as voted."""
+    """Every rank cast exactly the ballots that this follower cast together, on `key` first; all are kept as voted."""
 
-    number: Count
+    key: Name
 
 
 class Rulings(msgspec.Struct, frozen=True, array_like=True, tag="rulings"):

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from omnikv.core.messages import Kept, Ruling, Rulings, Votes
 from omnikv.core.vote import Cast, Effect, Event, Expired, FollowerState, Lost, Report, Ruled, step_follower
 from omnikv.errors import RemoteProtocolError
-from omnikv.groups.channel_call import Call, encode
-from omnikv.groups.channel_ledger import Ledger, Request
+from omnikv.groups.channel_call import Call
+from omnikv.groups.channel_ledger import Ledger, Request, Send
 
 _decode = msgspec.msgpack.Decoder(Kept | Rulings).decode
 LEADER = 0
+_NO_DUE_S = float("inf")
 
 
 class FollowerLedger(Ledger[FollowerState]):
     """All requests at one rank other than 0. With `shares_clock` the leader is told when this rank stops waiting."""
 
-    def __init__(self, rank: int, *, shares_clock: bool) -> None:
-        super().__init__()
+    def __init__(self, rank: int, lines: Mapping[int, Send], *, shares_clock: bool) -> None:
+        super().__init__(lines)
         self._rank = rank
+        self._report = lines[LEADER]
         self._shares_clock = shares_clock
-        self._number = 0
-        # Whole calls by the very bytes of the message that would keep them: the usual answer needs no decoding.
-        self._kept_by: dict[bytes, Call] = {}
 
     def cast(self, call: Call) -> None:
-        if not self._is_new(call):
+        message = self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, call.votes))
+        if not self._hold(call):
             self._cast_each(call)
             return
-        self._whole.update(dict.fromkeys(call.keys, call))
-        call.number = self._report(call, call.encoded)
-
-    def foresee(self, call: Call) -> None:
-        if call.number >= 0 and call.can_be_kept:
-            self._kept_by[encode(Kept(call.number))] = call
-            call.foresee()
+        self._report(message)
+        # What can be put off until the others are at work, is.
+        call.foresee()
 
     def hear(self, rank: int, payload: bytes) -> None:
-        call = self._kept_by.pop(payload, None)
-        if call is not None:
-            for key in call.keys:
-                del self._whole[key]
-            call.fulfil()
-            return
         try:
             message = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -51,9 +43,14 @@ class FollowerLedger(Ledger[FollowerState]):
         if isinstance(message, Rulings):
             for key, ruling in message.rulings:
                 self._hear_one(key, ruling)
-        elif message.number >= self._number or not self.broken:
+            return
+        call = self._whole.get(message.key)
+        if call is not None:
+            self._release(call)
+            call.fulfil()
+        elif not self.broken:
             # Once broken, this may answer a vote that is in doubt by now.
-            raise RemoteProtocolError(f"it kept message {message.number}, which has no ballots to keep")
+            raise RemoteProtocolError(f"it keeps what was cast with {message.key!r}, and no vote on that can be kept")
 
     def lose(self, rank: int, cause: str) -> None:
         for call in set(self._whole.values()):
@@ -92,23 +89,14 @@ class FollowerLedger(Ledger[FollowerState]):
             if isinstance(effect, Report)
         ]
         if reported:
-            self._report(call, call.encoded if len(reported) == len(call.votes) else encode(reported))
+            self._report(self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, reported)))
         for index, (request, (state, effects)) in enumerate(steps):
             request.call, request.index = call, index
             self._keep_request(request)
             self._commit(request, state, effects)
 
-    def _report(self, call: Call, encoded: bytes) -> int:
-        due_us = max(int(call.deadline * 1e6), 1) if self._shares_clock else 0
-        number = self._number
-        self._number = number + 1
-        self.outgoing.append((LEADER, Votes(number, due_us, encoded)))
-        return number
-
     def _open(self, call: Call) -> None:
-        for key in call.keys:
-            del self._whole[key]
-        self._kept_by.pop(encode(Kept(call.number)), None)
+        self._release(call)
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())
             request.call, request.index = call, index

@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
+
 import msgspec
 
-from omnikv.core.messages import Ballot, Kept, Name, Ruling, Rulings, Votes
+from omnikv.core.messages import Ballot, Kept, Ruling, Rulings, Votes
 from omnikv.core.vote import Announce, Cast, Effect, Event, Expired, Heard, LeaderState, Lost, step_leader
 from omnikv.errors import RemoteProtocolError
 from omnikv.groups.channel_call import Call
-from omnikv.groups.channel_ledger import Ledger, Request
+from omnikv.groups.channel_ledger import Ledger, Request, Send, encode
 
-_decode_votes = msgspec.msgpack.Decoder(Votes).decode
-_decode_ballots = msgspec.msgpack.Decoder(list[tuple[Name, Ballot]]).decode
+_decode = msgspec.msgpack.Decoder(Votes).decode
+_read_due = struct.Struct(">d").unpack_from
+# A message of ballots: its head, `due_s` in eight bytes, and from there on nothing but the ballots.
+_BALLOTS_AT = len(encode(Votes(0.0, ()))) - 1
+_DUE_AT = _BALLOTS_AT - 8
+_HEAD = encode(Votes(0.0, ()))[:_DUE_AT]
+# So many bytes of its ballots tell a call from others, since they begin with its first key.
+_TELLING_NBYTES = 1024
 
 
 class LeaderLedger(Ledger[LeaderState]):
     """All requests at rank 0."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
+    def __init__(self, size: int, lines: Mapping[int, Send]) -> None:
+        super().__init__(lines)
         self._size = size
         self._lost: dict[int, str] = {}
-        self._by_bytes: dict[bytes, Call] = {}
+        # Whole calls by the first bytes of their ballots.
+        self._by_start: dict[bytes, Call] = {}
         self._announced: dict[int, list[tuple[str, Ruling]]] = {}
 
     def cast(self, call: Call) -> None:
-        if self._lost or not self._is_new(call):
+        call.encoded = bytes(self._encode(call.votes))
+        start = call.encoded[:_TELLING_NBYTES]
+        if self._lost or start in self._by_start or not self._hold(call):
             self._cast_each(call)
             return
-        self._whole.update(dict.fromkeys(call.keys, call))
-        self._by_bytes[call.encoded] = call
+        self._by_start[start] = call
         if self._size == 1:
-            self._conclude_whole(call)
+            self._keep(call)
 
     def hear(self, rank: int, payload: bytes) -> None:
+        call = self._by_start.get(payload[_BALLOTS_AT : _BALLOTS_AT + _TELLING_NBYTES])
+        if (
+            call is not None
+            and payload[_BALLOTS_AT:] == call.encoded
+            and payload.startswith(_HEAD)
+            and rank not in call.alike
+        ):
+            call.alike.append(rank)
+            if len(call.alike) == self._size - 1:
+                self._keep(call)
+            else:
+                (due_s,) = _read_due(payload, _DUE_AT)
+                if due_s < call.due:
+                    call.hasten(due_s)
+            return
         try:
-            message = _decode_votes(payload)
-            due = message.due_us / 1e6 if message.due_us else float("inf")
-            call = self._by_bytes.get(message.votes)
-            if call is not None and rank not in call.heard:
-                call.heard[rank] = message.number
-                if len(call.heard) == self._size - 1:
-                    self._conclude_whole(call)
-                else:
-                    call.hasten(due)
-                return
-            ballots = _decode_ballots(message.votes)
+            message = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"it sent {len(payload)} bytes that are no ballots: {error}") from error
-        for key, ballot in ballots:
-            self._hear_one(rank, key, ballot, due)
+        for key, ballot in message.votes:
+            self._hear_one(rank, key, ballot, message.due_s)
         self._seal()
 
     def lose(self, rank: int, cause: str) -> None:
@@ -71,18 +87,19 @@ class LeaderLedger(Ledger[LeaderState]):
                 self._commit(request, *step_leader(request.state, Expired()))
         self._seal()
 
-    def _conclude_whole(self, call: Call) -> None:
-        """Nothing; every rank cast the very ballots of `call`."""
-        if not call.can_be_kept:
-            self._open(call)
-            self._seal()
-            return
-        for key in call.keys:
-            del self._whole[key]
-        del self._by_bytes[call.encoded]
-        for rank, number in call.heard.items():
-            self.outgoing.append((rank, Kept(number)))
+    def _keep(self, call: Call) -> None:
+        """Nothing; every rank cast the very ballots of `call`, and all can be kept."""
+        self._release(call)
+        kept = encode(Kept(call.votes[0][0]))
+        for rank in call.alike:
+            self._lines[rank](kept)
+        # The others are on their way by now.
+        call.foresee()
         call.fulfil()
+
+    def _release(self, call: Call) -> None:
+        super()._release(call)
+        del self._by_start[call.encoded[:_TELLING_NBYTES]]
 
     def _hear_one(self, rank: int, key: str, ballot: Ballot, due: float) -> None:
         whole = self._whole.get(key)
@@ -112,15 +129,13 @@ class LeaderLedger(Ledger[LeaderState]):
         self._seal()
 
     def _open(self, call: Call) -> None:
-        for key in call.keys:
-            del self._whole[key]
-        del self._by_bytes[call.encoded]
+        self._release(call)
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())
             request.call, request.index, request.due = call, index, call.due
             self._keep_request(request)
             self._commit(request, *step_leader(request.state, Cast(ballot)))
-            for rank in call.heard:
+            for rank in call.alike:
                 self._commit(request, *step_leader(request.state, Heard(rank, ballot)))
 
     def _fresh_state(self) -> LeaderState:
@@ -140,5 +155,5 @@ class LeaderLedger(Ledger[LeaderState]):
     def _seal(self) -> None:
         """Nothing; rulings made since the last message become one message a follower."""
         for rank, rulings in self._announced.items():
-            self.outgoing.append((rank, Rulings(tuple(rulings))))
+            self._lines[rank](encode(Rulings(tuple(rulings))))
         self._announced.clear()

@@ -3,27 +3,40 @@
 `omnikv.core.vote` gives every request a state and says what an event does to it. Here the states are kept, ballots and
 rulings find theirs by key and order, and effects become settled calls and messages to send. No sockets, no clock.
 
-Most of the time every rank casts the same ballots and each is kept. For that a call whose keys are all new is held
-*whole*: its steps are put off, and only who cast the very same bytes is written down. When all have, every request is
-kept, which is what the steps come to (`rule` on equal ballots that have every role). When anything else happens to one
-of its keys, the call is *opened* first: the steps that were put off are taken, request by request, and then the event.
-A key is either in a whole call or has requests of its own, never both.
+Most of the time every rank casts the same ballots and each is kept. For that a call whose keys are all new, and whose
+ballots have every role, is held *whole*: its steps are put off, and messages that would have it kept are known by their
+bytes, without decoding. When all have come, every request is kept, which is what the steps come to (`rule` on equal
+ballots that have every role). When anything else happens to one of its keys, the call is *opened* first: the steps that
+were put off are taken, request by request, and then the event. A key is either in a whole call or has requests of its
+own, never both.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from omnikv.core.messages import Kept, Rulings, Votes
+import msgspec
+
+from omnikv.core.messages import Ballot, Votes
 from omnikv.core.vote import Conclude, Doubt, Effect, Event, FollowerState, LeaderState
-from omnikv.errors import LocalProtocolError, RemoteProtocolError
+from omnikv.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from omnikv.groups.channel_call import Call
+from omnikv.groups.channel_link import MAX_FRAME_NBYTES
 
 # More requests than any group has in flight; beyond that somebody has stopped voting.
 MAX_OPEN_REQUESTS = 1 << 16
 
+# A frame has room for what stands before the ballots.
+_MAX_BALLOTS_NBYTES = MAX_FRAME_NBYTES - 64
+# A buffer that had to hold more is not kept.
+_LARGE_NBYTES = 1 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+Send = Callable[[bytes | bytearray], None]
 State = TypeVar("State", LeaderState, FollowerState)
 
 
@@ -43,14 +56,15 @@ class Request(Generic[State]):
 class Ledger(ABC, Generic[State]):
     """All requests at one rank. It belongs to whoever holds its channel's lock.
 
-    `outgoing` are (rank, message) pairs to be sent in order; whoever calls a method sends and clears them. `broken`
-    says why no further vote is possible at this rank.
+    `broken` says why no further vote is possible at this rank.
     """
 
-    def __init__(self) -> None:
-        self.outgoing: list[tuple[int, Votes | Kept | Rulings]] = []
+    def __init__(self, lines: Mapping[int, Send]) -> None:
+        """`lines` lead to other ranks: they keep the order of messages, copy them, and neither raise nor call back."""
         self.broken: str | None = None
+        self._lines = lines
         self._whole: dict[str, Call] = {}
+        self._buffer = bytearray()
         self._requests: dict[str, list[Request[State]]] = {}
 
     @abstractmethod
@@ -58,11 +72,9 @@ class Ledger(ABC, Generic[State]):
         """Nothing; this rank votes on the requests of `call`.
 
         Raises:
+            ConfigError: the ballots are too long; nothing was cast then.
             LocalProtocolError: a vote on one of the keys is open, or its round is another; nothing was cast then.
         """
-
-    def foresee(self, call: Call) -> None:
-        """Nothing; prepares, right after `cast` and while peers are at work, what is needed when they answer."""
 
     @abstractmethod
     def hear(self, rank: int, payload: bytes) -> None:
@@ -104,14 +116,49 @@ class Ledger(ABC, Generic[State]):
         self._whole.clear()
         self._requests.clear()
 
+    def _encode(self, ballots: Votes | Sequence[tuple[str, Ballot]]) -> bytearray:
+        """Ballots as bytes, good until the next are encoded.
+
+        Raises:
+            ConfigError: they have no such form, or a longer one than may be sent.
+        """
+        buffer = self._buffer
+        try:
+            # Into a buffer that is there already: one that grows is copied again and again.
+            _encoder.encode_into(ballots, buffer)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"a vote's key and texts must be encodable as UTF-8: {error}") from error
+        if len(buffer) > _LARGE_NBYTES:
+            self._buffer = bytearray()
+            if len(buffer) > _MAX_BALLOTS_NBYTES:
+                raise ConfigError(
+                    f"ballots of {len(buffer)} bytes were cast together, at most {_MAX_BALLOTS_NBYTES} go out at once; "
+                    "cast fewer at once or shorten their causes"
+                )
+        return buffer
+
+    def _hold(self, call: Call) -> bool:
+        """Whether `call` is held whole from now on: it is usual, and nothing is known of its keys yet."""
+        if not call.is_usual:
+            return False
+        whole, requests = self._whole, self._requests
+        if whole or requests:
+            for key in call.keys:
+                if key in whole or key in requests:
+                    return False
+        for key in call.keys:
+            whole[key] = call
+        return True
+
+    def _release(self, call: Call) -> None:
+        """Nothing; `call` is not held whole any more."""
+        whole = self._whole
+        for key in call.keys:
+            del whole[key]
+
     def _all_requests(self) -> Iterator[Request[State]]:
         for requests in list(self._requests.values()):
             yield from tuple(requests)
-
-    def _is_new(self, call: Call) -> bool:
-        """Whether `call` may be held whole: no request of its keys is known."""
-        keys = call.keys
-        return call.is_first_round and self._whole.keys().isdisjoint(keys) and self._requests.keys().isdisjoint(keys)
 
     def _to_cast(self, key: str) -> Request[State]:
         """The oldest request of `key` that this rank has not voted on; a new one, not yet kept, if there is none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 
 MAX_FRAME_NBYTES = 16 << 20
 MAX_QUEUED_NBYTES = 2 * MAX_FRAME_NBYTES
@@ -18,6 +19,8 @@ MAX_QUEUED_NBYTES = 2 * MAX_FRAME_NBYTES
 DEAF_AFTER_S = 30.0
 LENGTH_NBYTES = 4
 _READ_NBYTES = 65536
+# As an int, which is found faster than the member of an enumeration.
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 
 
 class Link:
@@ -31,7 +34,9 @@ class Link:
         max_frame_nbytes: int = MAX_FRAME_NBYTES,
         max_queued_nbytes: int = MAX_QUEUED_NBYTES,
         deaf_after_s: float = DEAF_AFTER_S,
+        on_queue: Callable[[Link], None] | None = None,
     ) -> None:
+        """`on_queue` is told when something is left in an empty queue, which somebody must `flush` then."""
         connection.setblocking(False)
         self.connection = connection
         self.rank = rank
@@ -40,12 +45,13 @@ class Link:
         self._max_frame_nbytes = max_frame_nbytes
         self._max_queued_nbytes = max_queued_nbytes
         self._deaf_after_s = deaf_after_s
+        self._on_queue = on_queue
         self._failure: str | None = None
         self._inbox = bytearray()
         self._queued_nbytes = 0
         self._moved_at = 0.0
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes | bytearray) -> None:
         """Nothing; the frame goes out now or when the socket takes it. A link that failed swallows it."""
         if self._failure is not None:
             return
@@ -54,7 +60,7 @@ class Link:
             self._hold(memoryview(frame))
             return
         try:
-            sent = self.connection.send(frame, socket.MSG_NOSIGNAL)
+            sent = self.connection.send(frame, _NO_SIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -63,13 +69,15 @@ class Link:
         if sent < len(frame):
             self._moved_at = time.monotonic()
             self._hold(memoryview(frame)[sent:])
+            if self.queue and self._on_queue is not None:
+                self._on_queue(self)
 
     def flush(self) -> None:
         """Nothing; sends what the socket takes of the queue."""
         try:
             while self.queue:
                 head = self.queue.popleft()
-                sent = self.connection.send(head, socket.MSG_NOSIGNAL)
+                sent = self.connection.send(head, _NO_SIGNAL)
                 self._queued_nbytes -= sent
                 self._moved_at = time.monotonic()
                 if sent < len(head):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnikv.errors import LocalProtocolError, RemoteProtocolError, VerdictInDoubt
-from omnikv.groups.channel_call import Call, encode
+from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
 from omnikv.groups.channel_ledger import Ledger
@@ -26,8 +26,10 @@ from omnikv.groups.channel_link import Link
 
 # Reads of one peer in a row when a deadline has passed: what it said before must still count.
 LAST_READS = 1024
+# Without a limit, room for a thousand is made at each poll.
+_EVENTS_AT_ONCE = 16
 _READABLE = select.EPOLLIN
-_WRITABLE = select.EPOLLIN | select.EPOLLOUT
+_HAS_ROOM = select.EPOLLOUT
 
 log = logging.getLogger("omnikv.channel")
 
@@ -39,12 +41,14 @@ class Switchboard:
         self, rank: int, size: int, connections: Mapping[int, socket.socket], *, shares_clock: bool, deaf_after_s: float
     ) -> None:
         self._rank = rank
-        self._ledger: Ledger[Any]
-        self._ledger = FollowerLedger(rank, shares_clock=shares_clock) if rank else LeaderLedger(size)
         self._lock = threading.Lock()
         self._links = {
-            peer: Link(connection, peer, deaf_after_s=deaf_after_s) for peer, connection in connections.items()
+            peer: Link(connection, peer, deaf_after_s=deaf_after_s, on_queue=self._mind_queue)
+            for peer, connection in connections.items()
         }
+        lines = {peer: link.send for peer, link in self._links.items()}
+        self._ledger: Ledger[Any]
+        self._ledger = FollowerLedger(rank, lines, shares_clock=shares_clock) if rank else LeaderLedger(size, lines)
         self._by_fd = {link.connection.fileno(): link for link in self._links.values()}
         self._epoll = select.epoll()
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -67,7 +71,9 @@ class Switchboard:
             VerdictInDoubt: this rank votes no more.
         """
         with self._lock:
-            self._cast(call)
+            if self._ledger.broken is not None:
+                raise self._refusal(call)
+            self._ledger.cast(call)
             if call.left:
                 self._wait(call)
 
@@ -78,7 +84,9 @@ class Switchboard:
             LocalProtocolError, VerdictInDoubt: as `run`.
         """
         with self._lock:
-            self._cast(call)
+            if self._ledger.broken is not None:
+                raise self._refusal(call)
+            self._ledger.cast(call)
             self._leave(call)
 
     def wait(self, call: Call) -> None:
@@ -110,21 +118,15 @@ class Switchboard:
 
     # Everything below is called with the lock held.
 
-    def _cast(self, call: Call) -> None:
+    def _refusal(self, call: Call) -> LocalProtocolError | VerdictInDoubt:
         if self._is_closed:
-            raise LocalProtocolError("this channel is closed: form another before the next vote")
-        if self._ledger.broken is not None:
-            raise VerdictInDoubt(
-                f"rank {self._rank} takes no vote on {call.votes[0][0]!r}: its channel failed before "
-                f"({self._ledger.broken}); tear this group down",
-                request_id=call.votes[0][0],
-                rank=self._rank,
-            )
-        self._ledger.cast(call)
-        if self._ledger.outgoing:
-            self._send_outgoing()
-        if call.left:
-            self._ledger.foresee(call)
+            return LocalProtocolError("this channel is closed: form another before the next vote")
+        return VerdictInDoubt(
+            f"rank {self._rank} takes no vote on {call.votes[0][0]!r}: its channel failed before "
+            f"({self._ledger.broken}); tear this group down",
+            request_id=call.votes[0][0],
+            rank=self._rank,
+        )
 
     def _wait(self, call: Call) -> None:
         try:
@@ -168,7 +170,7 @@ class Switchboard:
         self._is_polled, self._polled_until = True, until
         self._lock.release()
         try:
-            events = self._epoll.poll(wait_s)
+            events = self._epoll.poll(wait_s, _EVENTS_AT_ONCE)
         finally:
             self._lock.acquire()
             self._is_polled = False
@@ -176,15 +178,14 @@ class Switchboard:
             return
         for fd, mask in events:
             link = self._by_fd.get(fd)
-            if link is not None:
-                if mask & select.EPOLLOUT:
-                    self._flush(link)
-                if mask != select.EPOLLOUT:
-                    self._read(link)
-            elif fd == self._nudge:
-                os.eventfd_read(self._nudge)
-        if self._ledger.outgoing:
-            self._send_outgoing()
+            if link is None:
+                if fd == self._nudge:
+                    os.eventfd_read(self._nudge)
+                continue
+            if mask & _HAS_ROOM:
+                self._flush(link)
+            if mask != _HAS_ROOM:
+                self._read(link)
 
     def _read(self, link: Link) -> bool:
         """Whether the peer said anything; takes it, or notes that it is gone."""
@@ -216,18 +217,11 @@ class Switchboard:
         now = time.monotonic()
         if call.left and call.due <= now:
             self._ledger.expire(call, now)
-        self._send_outgoing()
 
-    def _send_outgoing(self) -> None:
-        outgoing = self._ledger.outgoing
-        for rank, message in outgoing:
-            link = self._links.get(rank)
-            if link is not None:
-                link.send(encode(message))
-                if link.queue:
-                    self._epoll.modify(link.connection, _WRITABLE)
-                    self._start_pump()
-        outgoing.clear()
+    def _mind_queue(self, link: Link) -> None:
+        """Nothing; from now on what waits for the peer is sent when there is room."""
+        self._epoll.modify(link.connection, _READABLE | _HAS_ROOM)
+        self._start_pump()
 
     def _flush(self, link: Link) -> None:
         link.flush()

@@ -88,29 +88,29 @@ class _Star:
         step = self.scale.ballots_per_message
         for key in keys:
             self._leader.cast(key, BALLOT)
-        for number, first in enumerate(range(0, len(keys), step)):
+        for first in range(0, len(keys), step):
             batch = keys[first : first + step]
-            nbytes = _nbytes(Votes(number, 1 << 40, msgspec.msgpack.encode([(key, BALLOT) for key in batch])))
+            nbytes = _nbytes(Votes(1e6, [(key, BALLOT) for key in batch]))
             for rank, follower in self._followers.items():
                 for key in batch:
                     follower.cast(key, BALLOT)
                 self.counts.votes_nbytes += nbytes
-                self._deliver(rank, number, batch)
+                self._deliver(rank, batch)
         self.clock.run()
         return self.counts
 
-    def _deliver(self, rank: int, number: int, batch: list[str]) -> None:
+    def _deliver(self, rank: int, batch: list[str]) -> None:
         # Rank 0 takes one message after the other; what is decided by one goes out before the next is read.
-        self.clock.at(self.scale.latency_s, lambda: self._read(rank, number, batch))
+        self.clock.at(self.scale.latency_s, lambda: self._read(rank, batch))
 
-    def _read(self, rank: int, number: int, batch: list[str]) -> None:
+    def _read(self, rank: int, batch: list[str]) -> None:
         self._work(len(batch))
         for key in batch:
             self._leader.hear(rank, (key, BALLOT))
         rulings, self._rulings = self._rulings, {}
         for peer, news in rulings.items():
             self._work()
-            self.counts.kept_nbytes += _nbytes(Kept(number))
+            self.counts.kept_nbytes += _nbytes(Kept(batch[0]))
             self.counts.ruled_nbytes += _nbytes(Rulings(tuple(news)))
             arrives_s = self.counts.free_s + self.scale.latency_s
             self.clock.at(arrives_s, lambda peer=peer, news=news: self._hear(peer, news))  # type: ignore[misc]
