@@ -230,6 +230,29 @@ def test_d01_a_rank_that_dies_before_its_vote_leaves_no_peer_waiting(start, way,
     assert answer["late_s"] < BOUND_S
 
 
+@pytest.mark.parametrize(
+    ("way", "signal_number", "victim"),
+    [
+        (CHANNEL, signal.SIGKILL, 1),
+        (CHANNEL, signal.SIGSTOP, 0),
+        (CHANNEL, signal.SIGSTOP, 1),
+        (PUBLISHED, signal.SIGKILL, 0),
+    ],
+)
+def test_d01_a_rank_that_dies_before_the_first_vote_of_its_group_leaves_no_peer_waiting(
+    start, way, signal_number, victim
+):
+    stage = start(tp=2, settings={"kv_vote_timeout": VOTE_TIMEOUT_S}, **way)
+    stage.send("r1")
+    os.kill(stage.ranks[victim].pid, signal_number)
+    survivor = stage.ranks[1 - victim]
+    survivor.receive("r1")
+    answer = survivor.hear("done")
+    # Nobody can tell what the other would have voted, unless rank 0 hears that it is gone.
+    assert answer["outcome"] in ((False, "VerdictInDoubt") if victim == 1 else ("VerdictInDoubt",))
+    assert answer["late_s"] < BOUND_S
+
+
 def test_x14_a_leader_that_is_killed_leaves_none_of_the_others_waiting_or_with_kv(start):
     stage = start(tp=2, cfg=2, settings={"kv_vote_timeout": VOTE_TIMEOUT_S})
     stage.send("r1")

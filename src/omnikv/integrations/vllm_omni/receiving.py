@@ -167,6 +167,8 @@ class ReceivingStage(ABC):
 
     def apply_kv_cache_to_request(self, req: Any, data: dict[str, Any]) -> None:
         """Set a received payload on the request, and on its sampling parameters where it has them."""
+        # A prefetch fills it on a stream of its own.
+        record_current_stream(data)
         roles.apply_payload(req, roles.received_fields(data, SimpleNamespace))
 
     def receive_multi_kv_cache(
@@ -209,7 +211,6 @@ class ReceivingStage(ABC):
         if self._async_prefetch:
             data, _ = self.consume_prefetched_kv(req)
             if data is not None:
-                record_current_stream(data)
                 self.apply_kv_cache_to_request(req, data)
                 return True
             if str(self._resolve_request_id(req)) in self._prefetcher:
