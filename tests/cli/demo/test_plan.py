@@ -1,13 +1,14 @@
 """A demo that cannot work is refused before anything starts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from omnikv.cli.demo.plan import DemoRequest, ModelShape, RankJob, read_model_shape
 from omnikv.errors import ConfigError
 
-SMOLLM2_SHAPE = ModelShape(num_attention_heads=9, num_kv_heads=3, intermediate_size=1536)
+SMOLLM2_SHAPE = ModelShape(num_attention_heads=9, num_kv_heads=3, intermediate_size=1536, num_layers=30, head_dim=64)
 
 
 def a_request(**changes):
@@ -35,7 +36,7 @@ def test_more_ranks_than_query_heads_are_refused():
 
 def test_query_heads_that_are_no_multiple_of_the_kv_heads_are_refused():
     with pytest.raises(ConfigError, match="8 query heads are no multiple of 3 KV heads"):
-        ModelShape(num_attention_heads=8, num_kv_heads=3, intermediate_size=16)
+        replace(SMOLLM2_SHAPE, num_attention_heads=8)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_every_rank_has_the_query_heads_that_read_its_kv_heads(tp_size, heads):
 
 
 def test_sizes_that_work_give_every_rank_equal_shares():
-    assert ModelShape(num_attention_heads=32, num_kv_heads=8, intermediate_size=12).tp_sizes() == [1, 2, 4]
+    assert replace(SMOLLM2_SHAPE, num_attention_heads=32, num_kv_heads=8, intermediate_size=12).tp_sizes() == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,20 @@ def test_a_setting_out_of_range_is_refused(changes, message):
 
 
 def test_the_shape_of_a_model_comes_from_its_configuration(tmp_path):
-    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    config = {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "head_dim": 64,
+    }
     assert read_model_shape(a_model_dir(tmp_path, config)) == SMOLLM2_SHAPE
 
 
-def test_a_configuration_without_kv_heads_has_as_many_as_query_heads(tmp_path):
-    config = {"num_attention_heads": 6, "intermediate_size": 12}
-    assert read_model_shape(a_model_dir(tmp_path, config)).num_kv_heads == 6
+def test_a_configuration_without_kv_heads_or_their_size_has_those_of_the_query_heads(tmp_path):
+    config = {"num_attention_heads": 6, "intermediate_size": 12, "num_hidden_layers": 1, "hidden_size": 48}
+    shape = read_model_shape(a_model_dir(tmp_path, config))
+    assert (shape.num_kv_heads, shape.head_dim) == (6, 8)
 
 
 @pytest.mark.parametrize("config", ["not json", "[]", {"intermediate_size": 4}, {"num_attention_heads": "many"}])
@@ -102,7 +110,9 @@ def test_every_rank_states_the_same_route_and_its_own_heads():
             model_dir="m",
             prompt="p",
             max_tokens=4,
+            num_layers=2,
             num_kv_heads=3,
+            head_dim=8,
             prefill_tp=3,
             decode_tp=1,
             namespace="n",
@@ -115,4 +125,5 @@ def test_every_rank_states_the_same_route_and_its_own_heads():
 
     assert jobs[0].route() == jobs[1].route()
     assert [job.heads() for job in jobs] == [(2,), (0, 1, 2)]
+    assert jobs[0].model_facts() == jobs[1].model_facts()
     assert RankJob.from_message(json.loads(json.dumps(jobs[0].to_message()))) == jobs[0]

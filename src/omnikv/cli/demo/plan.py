@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from omnikv.core.handshake import ModelFacts
 from omnikv.core.keys import Edge
-from omnikv.core.reshard import HeadIds, Route, split_heads
+from omnikv.core.layout import Layout
+from omnikv.core.reshard import HeadIds, Parallel, Route, split_heads
 from omnikv.errors import ConfigError
 
 Role = Literal["prefill", "decode", "reference"]
@@ -19,7 +21,7 @@ LONGEST_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that decide over how many ranks it can be spread.
+    """The sizes of a model that decide over how many ranks it can be spread, and what its KV is.
 
     Raises:
         ConfigError: the query heads are no multiple of the KV heads.
@@ -28,6 +30,8 @@ class ModelShape:
     num_attention_heads: int
     num_kv_heads: int
     intermediate_size: int
+    num_layers: int
+    head_dim: int
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_kv_heads:
@@ -72,13 +76,19 @@ def read_model_shape(model_dir: Path) -> ModelShape:
         # A configuration without KV heads means as many as there are query heads.
         num_kv_heads = int(config.get("num_key_value_heads") or num_attention_heads)
         intermediate_size = int(config["intermediate_size"])
+        num_layers = int(config["num_hidden_layers"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // num_attention_heads)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{config_path} is not the configuration of a Llama-like model "
-            f"(num_attention_heads, num_key_value_heads, intermediate_size): {error!r}"
+            f"(num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, hidden_size): {error!r}"
         ) from error
     return ModelShape(
-        num_attention_heads=num_attention_heads, num_kv_heads=num_kv_heads, intermediate_size=intermediate_size
+        num_attention_heads=num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        head_dim=head_dim,
     )
 
 
@@ -140,7 +150,9 @@ class RankJob:
     model_dir: str
     prompt: str
     max_tokens: int
+    num_layers: int
     num_kv_heads: int
+    head_dim: int
     prefill_tp: int
     decode_tp: int
     namespace: str
@@ -170,6 +182,18 @@ class RankJob:
             edge=Edge(from_stage="prefill", to_stage="decode", namespace=self.namespace),
             source_heads=split_heads(self.num_kv_heads, self.prefill_tp),
             target_heads=split_heads(self.num_kv_heads, self.decode_tp),
+        )
+
+    def model_facts(self) -> ModelFacts:
+        """What a rank of either stage states of its model when it meets one of the other."""
+        return ModelFacts(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.head_dim,
+            layout=Layout.tokens().stating(dtype="float32", rope="halves"),
+            sender=Parallel(tp=self.prefill_tp),
+            receiver=Parallel(tp=self.decode_tp),
         )
 
     def heads(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def work(channel: RankChannel) -> None:
 
 def run_prefill(job: RankJob, channel: RankChannel) -> None:
     """Run the prompt, send this rank's heads to whoever needs them, and stay until they are read."""
-    with KVSender(job.route(), job.rank, transport="shm", options=SHM_OPTIONS) as sender:
+    with _sender(job) as sender:
         engine = _load(job)
         prompt_ids = engine.encode(job.prompt)
         cache, first_token = engine.prefill(prompt_ids)
@@ -59,7 +59,7 @@ def run_prefill(job: RankJob, channel: RankChannel) -> None:
 
 def run_decode(job: RankJob, channel: RankChannel) -> None:
     """Receive this rank's heads and continue the text; when the stage drops them, run the prompt again instead."""
-    with KVReceiver(job.route(), job.rank, transport="shm", options=SHM_OPTIONS) as receiver:
+    with _receiver(job) as receiver:
         engine = _load(job)
         receiver.join(_lockstep(job))
         channel.tell("ready")
@@ -82,6 +82,14 @@ def run_reference(job: RankJob, channel: RankChannel) -> None:
     channel.tell("ready")
     tokens = engine.generate(engine.encode(job.prompt), job.max_tokens)
     channel.tell("finished", tokens=tokens, text=engine.decode(tokens))
+
+
+def _sender(job: RankJob) -> KVSender:
+    return KVSender(job.route(), job.rank, transport="shm", options=SHM_OPTIONS, model=job.model_facts())
+
+
+def _receiver(job: RankJob) -> KVReceiver:
+    return KVReceiver(job.route(), job.rank, transport="shm", options=SHM_OPTIONS, model=job.model_facts())
 
 
 def _load(job: RankJob) -> Engine:

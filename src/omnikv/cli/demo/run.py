@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from omnikv.cli.demo.plan import DemoRequest, RankJob, Role, read_model_shape
+from omnikv.cli.demo.plan import DemoRequest, ModelShape, RankJob, Role, read_model_shape
 from omnikv.cli.demo.result import DemoResult, make_result
 from omnikv.cli.ranks.errors import RunFailed
 from omnikv.cli.ranks.processes import RankProcess, RankProcesses
@@ -37,7 +37,7 @@ def run_demo(request: DemoRequest, model_dir: Path, say: Say) -> DemoResult:
     keeps_logs = False
     try:
         with RankProcesses(run_dir, deadline=started_s + request.timeout_s) as processes:
-            prefill, decode, reference = _start(request, model_dir, shape.num_kv_heads, run_dir, processes, say)
+            prefill, decode, reference = _start(request, model_dir, shape, run_dir, processes, say)
             _hand_over(request, prefill, decode, reference, processes, say)
         return make_result(request, model_dir, prefill, decode, reference, total_s=time.monotonic() - started_s)
     except RunFailed:
@@ -49,7 +49,7 @@ def run_demo(request: DemoRequest, model_dir: Path, say: Say) -> DemoResult:
 
 
 def _start(
-    request: DemoRequest, model_dir: Path, num_kv_heads: int, run_dir: Path, processes: RankProcesses, say: Say
+    request: DemoRequest, model_dir: Path, shape: ModelShape, run_dir: Path, processes: RankProcesses, say: Say
 ) -> tuple[list[RankProcess[RankJob]], list[RankProcess[RankJob]], RankProcess[RankJob]]:
     namespace = f"demo-{uuid.uuid4().hex[:16]}"
 
@@ -60,7 +60,9 @@ def _start(
             model_dir=str(model_dir.resolve()),
             prompt=request.prompt,
             max_tokens=request.max_tokens,
-            num_kv_heads=num_kv_heads,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             prefill_tp=request.prefill_tp,
             decode_tp=request.decode_tp,
             namespace=namespace,
