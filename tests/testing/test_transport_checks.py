@@ -1,10 +1,12 @@
 """The conformance suite bites: transports that break one rule each are caught by the check of that rule."""
 
 import contextlib
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from omnikv.core.admission import Row
 from omnikv.core.keys import Edge
 from omnikv.errors import OmniKVError, PutRejected
 from omnikv.testing.conformance import NamedPair, transport_scenarios
@@ -160,7 +162,74 @@ class MortalLease(Lease):
         self._lease.release()
 
 
+class Immortal(MemoryTransport):
+    """Nothing expires."""
+
+    def __init__(self, endpoint, **options):
+        super().__init__(replace(endpoint, payload_ttl_s=math.inf), **options)
+
+
+class Forgetting(MemoryTransport):
+    """Announcements are not heard."""
+
+    def announce(self, payloads):
+        pass
+
+
+class Miserly(MemoryTransport):
+    """The first reader uses the payload up for all."""
+
+    def reserve_all(self, requests, *, deadline):
+        return super().reserve_all([request._replace(num_readers=1) for request in requests], deadline=deadline)
+
+
+class Stubborn(MemoryTransport):
+    """An abort is not heard."""
+
+    def abort(self, payload, cause):
+        pass
+
+
+class Confident(MemoryTransport):
+    """Waits for the dead."""
+
+    def __init__(self, endpoint, **options):
+        super().__init__(endpoint, **options)
+        if self._target is not None:
+            self._target.lost = lambda seat, now: None
+
+
+class Pushing(MemoryTransport):
+    """Whoever finds room takes it."""
+
+    def reserve(self, payload, nbytes, **readers):
+        self._source._waiting_room._row = Row()
+        return super().reserve(payload, nbytes, **readers)
+
+
+class Hoarding(MemoryTransport):
+    """Keeps the part that fitted of a request that did not."""
+
+    def reserve_all(self, requests, *, deadline):
+        return [slot for one in requests for slot in super(Hoarding, self).reserve_all([one], deadline=deadline)]
+
+
+class Drowsy(MemoryTransport):
+    """A withdrawal wakes nobody."""
+
+    def withdraw(self, payloads):
+        pass
+
+
 CAUGHT_BY = {
+    Immortal: "what_nobody_comes_for_expires",
+    Forgetting: "interest_keeps_it",
+    Miserly: "every_reader_gets_it",
+    Stubborn: "abort_is_told_and_frees",
+    Confident: "a_dead_source_is_not_waited_for",
+    Pushing: "room_is_waited_for_in_turn",
+    Hoarding: "a_request_is_let_in_whole_or_not_at_all",
+    Drowsy: "withdrawing_ends_a_wait",
     Consuming: "released_is_found_again",
     Deaf: "get_then_put",
     Overwriting: "live_identity_is_refused",

@@ -72,7 +72,7 @@ def test_a_peer_of_another_version_is_told_both_versions(world):
         ({"to_stage": "encode"}, "to stage: here decode, there encode"),
         ({"replica": 1}, "replica: here 0, there 1"),
         ({"side": "source"}, "side: here source waits for a target, there source"),
-        ({"rank": 9}, "peers: rank 0 are dealt with, not rank 9"),
+        ({"rank": 9}, "source rank 0 deals with [0], not with rank 9"),
         ({"facts": {"heads": "7"}}, "heads: here not stated, there 7"),
     ],
 )

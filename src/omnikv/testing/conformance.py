@@ -6,7 +6,8 @@ the transport broke. A registered transport that takes `pool_nbytes` needs no co
     for name, check in transport_scenarios():
         check(NamedPair(transport="mine"))
 
-Any other implements `TransportPair`. The in-process transport `memory` is the reference that passes all of it.
+What a transport may leave out (waiting for room, announcements, a census) is checked where it is there. Any other
+implements `TransportPair`. The in-process transport `memory` is the reference that passes all of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from omnikv.testing.transport_life import LIFE_CHECKS
+from omnikv.testing.transport_limits import LIMIT_CHECKS
+from omnikv.testing.transport_notices import NOTICE_CHECKS
 from omnikv.testing.transport_pair import NamedPair, TransportPair
 from omnikv.testing.transport_peers import PEER_CHECKS
 
@@ -24,4 +27,4 @@ TransportCheck = Callable[[TransportPair], None]
 
 def transport_scenarios() -> list[tuple[str, TransportCheck]]:
     """Every check with its name, in an order that puts the simplest first."""
-    return [(check.__name__, check) for check in (*LIFE_CHECKS, *PEER_CHECKS)]
+    return [(check.__name__, check) for check in (*LIFE_CHECKS, *NOTICE_CHECKS, *LIMIT_CHECKS, *PEER_CHECKS)]

@@ -98,6 +98,11 @@ class NamedPair:
         return {}
 
 
+def implements(transport: Transport, call: str) -> bool:
+    """Whether the transport does more than the default for a call that it may leave out."""
+    return getattr(type(transport), call) is not getattr(Transport, call)
+
+
 def require(condition: bool, sentence: str) -> None:
     """Nothing, when `condition` holds; a plain `assert` would vanish under `python -O`.
 

@@ -105,7 +105,9 @@ class Ledger(Generic[Room]):
         self.expire(now)
         record = self._records.get(payload)
         if record is not None and record.life.has_room:
-            state = "leased" if record.life.grips else record.life.phase.value
+            state = record.life.phase.value
+            if record.life.grips or record.life.is_over:
+                state = f"{state}, {'leased' if record.life.grips else 'being written'}"
             raise PutRejected(
                 f"{self._transport}: payload {payload.encode()} is already live ({state}); acknowledge or fail it "
                 "first, or send it as a new attempt",

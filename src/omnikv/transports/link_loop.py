@@ -301,7 +301,7 @@ class LinkLoop:
         if link.peer is not None or link.seat not in (None, seat):
             raise RemoteProtocolError(f"an unexpected Hello of {seat}")
         link.peer, link.seat = peer, seat
-        reason = hello_mismatch(self._hello, peer, self._endpoint.peers())
+        reason = hello_mismatch(self._endpoint, self._hello, peer)
         if reason is not None:
             self.count("refused_peers", f"{peer.side} {seat} (pid {peer.pid}) does not fit: {reason}")
             link.send(Refused(spell_reason(reason)))

@@ -20,7 +20,7 @@ from omnikv.transports.pairing import (
     describe,
     fact_differences,
     lost_source,
-    unknown_seat,
+    stranger_at,
     withdrawn,
 )
 
@@ -240,8 +240,8 @@ class MemoryTarget:
     def _require_alike(self, source: MemorySource) -> None:
         here, there = self.endpoint, source.endpoint
         differences = fact_differences(here.side, here.facts, there.facts)
-        if here.seat not in there.peers():
-            differences.append(unknown_seat(there.peers(), here.seat))
+        if not there.deals_with(here.seat):
+            differences.append(stranger_at(there, here.seat))
         if differences:
             raise ConnectError(
                 f"memory: source rank {there.rank} and {describe(here)} do not fit: {'; '.join(differences)}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from omnikv.core.handshake import is_of_model, model_differences
 from omnikv.core.keys import PayloadId
@@ -27,12 +27,7 @@ def fact_differences(side: str, here: Mapping[str, str], there: Mapping[str, str
     return unequal + model_differences(side, here, there)
 
 
-def unknown_seat(peers: Collection[Seat], seat: Seat) -> str:
-    """The sentence that refuses a peer at a seat that this side does not deal with."""
-    return f"peers: {', '.join(map(str, peers))} are dealt with, not {seat}"
-
-
-def hello_mismatch(own: Hello, peer: Hello, peers: Collection[Seat]) -> str | None:
+def hello_mismatch(endpoint: Endpoint, own: Hello, peer: Hello) -> str | None:
     """Why the two may not deal with each other, each difference in words, or None when they may."""
     fields = ("version", "namespace", "from_stage", "to_stage", "replica")
     here = {field.replace("_", " "): str(getattr(own, field)) for field in fields}
@@ -41,10 +36,15 @@ def hello_mismatch(own: Hello, peer: Hello, peers: Collection[Seat]) -> str | No
     wanted = "target" if own.side == "source" else "source"
     if peer.side != wanted:
         differences.append(f"side: here {own.side} waits for a {wanted}, there {peer.side}")
-    elif Seat(peer.rank, peer.reader) not in peers:
-        differences.append(unknown_seat(peers, Seat(peer.rank, peer.reader)))
+    elif not endpoint.deals_with(Seat(peer.rank, peer.reader)):
+        differences.append(stranger_at(endpoint, Seat(peer.rank, peer.reader)))
     differences += fact_differences(own.side, own.facts, peer.facts)
     return "; ".join(differences) or None
+
+
+def stranger_at(endpoint: Endpoint, seat: Seat) -> str:
+    """The sentence that refuses a peer at a seat that `endpoint` does not deal with."""
+    return f"peer ranks: {endpoint.side} rank {endpoint.rank} deals with {list(endpoint.peer_ranks)}, not with {seat}"
 
 
 def describe(endpoint: Endpoint) -> str:

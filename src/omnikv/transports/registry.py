@@ -15,6 +15,7 @@ TransportFactory = Callable[..., Transport]
 ENTRY_POINT_GROUP = "omnikv.transports"
 
 _BUILT_IN = {
+    "faulty": "omnikv.transports.faulty:FaultyTransport",
     "memory": "omnikv.transports.memory:MemoryTransport",
     "shm": "omnikv.transports.shm:ShmTransport",
     "tcp": "omnikv.transports.tcp:TcpTransport",
