@@ -52,6 +52,9 @@ class _RouteEnd:
         pieces: tuple[Piece, ...],
         config: HandoffConfig,
         model: ModelFacts | None,
+        *,
+        reader: int = 0,
+        readers: int = 1,
     ) -> None:
         self.route = route
         self.rank = rank
@@ -59,7 +62,16 @@ class _RouteEnd:
         self._pieces = pieces
         peers = {piece.target_rank if side == "source" else piece.source_rank for piece in pieces}
         facts = route.facts() | ({} if model is None else model.texts())
-        endpoint = Endpoint(edge=route.edge, side=side, rank=rank, peer_ranks=tuple(sorted(peers)), facts=facts)
+        endpoint = Endpoint(
+            edge=route.edge,
+            side=side,
+            rank=rank,
+            peer_ranks=tuple(sorted(peers)),
+            facts=facts,
+            reader=reader,
+            num_readers=readers,
+            payload_ttl_s=config.payload_ttl_s,
+        )
         self._transport: Transport = open_transport(config.transport, endpoint, config.options)
 
     def _identities(self, request_id: str, role: str, attempt: int) -> list[tuple[PayloadId, Piece]]:
@@ -77,6 +89,9 @@ class _RouteEnd:
             )
             for piece in self._pieces
         ]
+
+    def _payloads(self, request_id: str, role: str, attempt: int) -> list[PayloadId]:
+        return [identity for identity, _ in self._identities(request_id, role, attempt)]
 
     def close(self) -> None:
         """Stop, and free what this end holds; idempotent."""
@@ -101,9 +116,15 @@ class KVSender(_RouteEnd):
         checksum: bool | None = None,
         dtype: torch.dtype | None = None,
         model: ModelFacts | None = None,
+        readers: int = 1,
+        payload_ttl_s: float | None = None,
         config: HandoffConfig | None = None,
     ) -> None:
         """`rank` is this process's rank in the sending stage; keywords override `config`.
+
+        Each target rank is served by `readers` processes, which all get every payload; its memory is reused when the
+        last of them has used it. What no receiver is interested in for `payload_ttl_s` expires: interested is one that
+        waits, holds a payload, or has announced that it will come.
 
         Floats are sent in `dtype` (narrower ones are fewer bytes), which `model` states where it is given; None sends
         them as they are. What both sides state of their models is compared when two ranks meet (`core.handshake`); both
@@ -114,9 +135,11 @@ class KVSender(_RouteEnd):
                 `rank` is not in the route.
             TransportUnavailable: the transport cannot start here.
         """
-        resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options, checksum=checksum)
+        resolved = (config or HandoffConfig()).with_overrides(
+            transport=transport, options=options, checksum=checksum, payload_ttl_s=payload_ttl_s
+        )
         self._dtype = _sent_dtype(dtype, model)
-        super().__init__(route, "source", rank, route.pieces_from(rank), resolved, model)
+        super().__init__(route, "source", rank, route.pieces_from(rank), resolved, model, readers=readers)
         carried = resolved.checksum
         self._checksum = not self._transport.capabilities.shared_memory if carried is None else carried
 
@@ -129,29 +152,33 @@ class KVSender(_RouteEnd):
         role: str = PRIMARY_ROLE,
         attempt: int = 0,
         num_tokens: int | None = None,
+        timeout_s: float | None = None,
     ) -> SendReport:
         """What was published, once every target rank's payload is readable; `layers` may be reused at once.
 
         `layers` holds one (key, value) pair a layer, each `[tokens, kv_heads, head_dim]` with this rank's heads in the
         route's order, or is a `PagedKV`. On a route with boxes, those are this rank's layers, ascending, and the
         tokens of its share; `num_tokens` is then the whole request's. A latent or a state is a pair
-        with None for its value. `metadata` is JSON and must be the same on every sender rank.
+        with None for its value. `metadata` is JSON and must be the same on every sender rank. While the transport is
+        full, this waits for `timeout_s` (None: the configured time, usually 0), first come first served.
 
         Raises:
-            ConfigError: the request id, the layers or the metadata do not fit; nothing was sent.
-            PutRejected: no room in the transport, or this request, role and attempt is already live.
+            ConfigError: the request id, the layers, the metadata or `timeout_s` do not fit; nothing was sent.
+            PutRejected: no room in the transport by then (`retryable`), never enough (the receivers were told), or this
+                request, role and attempt is already live.
             HandoffError: the tensors could not be copied; the receivers were told.
-            LocalProtocolError: `fail` was called for the request while it was being written; the receivers were told.
+            LocalProtocolError: `fail` or `abort` was called for the request meanwhile; the receivers were told.
             TransportError: the transport failed.
         """
         started = time.monotonic()
+        wait_s = self.config.admission_timeout_s if timeout_s is None else seconds(timeout_s)
         own = replace(own_layers(layers, self.route.source_boxes[self.rank], num_tokens), dtype=self._dtype)
         plain = self.route.is_plain
         plans = [
             (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))
             for identity, piece in self._identities(request_id, role, attempt)
         ]
-        publish_all(self._transport, plans, pack_threads=self.config.pack_threads)
+        publish_all(self._transport, plans, deadline=started + wait_s, pack_threads=self.config.pack_threads)
         report = SendReport(
             request_id=request_id,
             pieces=tuple(
@@ -165,7 +192,21 @@ class KVSender(_RouteEnd):
 
     def fail(self, request_id: str, cause: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> None:
         """Tell every receiver of this rank that the request will not come, and why, so that none waits for it."""
-        fail_all(self._transport, [identity for identity, _ in self._identities(request_id, role, attempt)], cause)
+        fail_all(self._transport, self._payloads(request_id, role, attempt), cause)
+
+    def abort(
+        self, request_id: str, cause: str = "its sender aborted it", *, role: str = PRIMARY_ROLE, attempt: int = 0
+    ) -> None:
+        """Free what this rank holds of the request, at once or when its reader is done: nobody needs it any more.
+
+        Receivers that wait, or ask later, are told. Idempotent, in any order with sending and acknowledging.
+        """
+        for payload in self._payloads(request_id, role, attempt):
+            self._transport.abort(payload, cause)
+
+    def census(self) -> dict[str, int]:
+        """How many payloads stand where at this rank, and how many lives have ended in which way since it opened."""
+        return self._transport.census()
 
     def drain(self, *, timeout_s: float) -> int:
         """How many payloads are still not acknowledged once all are, or `timeout_s` has passed.
@@ -191,9 +232,12 @@ class KVReceiver(_RouteEnd):
         options: Mapping[str, Any] | None = None,
         group: Group | Agreement | None = None,
         model: ModelFacts | None = None,
+        reader: int = 0,
         config: HandoffConfig | None = None,
     ) -> None:
         """`rank` is this process's rank in the receiving stage; `group` the ranks it acts in lockstep with.
+
+        `reader` tells the processes apart that serve one rank, where the senders state several `readers`.
 
         The ranks of a group must be configured alike; a difference is reported by the first vote. `model` is what this
         side states of its model and caches, as at `KVSender`; what differs and converts, such as the block size or the
@@ -206,7 +250,7 @@ class KVReceiver(_RouteEnd):
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
         # Before the transport opens, so that a group that is none leaves nothing behind.
         self._agreement = None if group is None else _as_agreement(group, resolved)
-        super().__init__(route, "target", rank, route.pieces_to(rank), resolved, model)
+        super().__init__(route, "target", rank, route.pieces_to(rank), resolved, model, reader=reader)
 
     def join(self, group: Group | Agreement) -> None:
         """Nothing; from now on this receiver votes in `group`, for stages whose groups form after their transports.
@@ -267,6 +311,24 @@ class KVReceiver(_RouteEnd):
         )
         fetches = {self._role_fetch(request_id, name, attempt): name in required for name in names}
         return receive_and_vote(f"{request_id}/{attempt}", self._transport, fetches, self._agreement, schedule)
+
+    def announce(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> None:
+        """Tell the senders that this rank will come for the request, so that it does not expire in a queue; idempotent.
+
+        Holds until it was received and closed, `cancel`, or the end of the connection.
+
+        Raises:
+            ConfigError: the request id, role or attempt is none, or too many are announced.
+            TransportError: the transport failed.
+        """
+        self._transport.announce(self._payloads(request_id, role, attempt))
+
+    def cancel(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> None:
+        """Take an announcement back; a receive of it that waits in another thread raises `Aborted`. Leaves nothing.
+
+        The senders keep what they have for a later receive until it expires; `discard` frees it now.
+        """
+        self._transport.withdraw(self._payloads(request_id, role, attempt))
 
     def discard(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0) -> int:
         """How many parts of the request were here and are now consumed unread: for after a drop, without a retry.
