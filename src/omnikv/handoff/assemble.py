@@ -45,7 +45,11 @@ def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> Recei
 
 def layer_facts(layers: Sequence[LayerKV]) -> list[tuple[object, ...]]:
     """What must be alike in every rank's part of a request: per layer and tensor, tokens, head_dim and dtype."""
-    return [(tensor.shape[0], *tensor.shape[2:], str(tensor.dtype)) for layer in layers for tensor in layer]
+    return [_facts(tensor) for layer in layers for tensor in layer]
+
+
+def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape[0], *tensor.shape[2:], str(tensor.dtype)
 
 
 def _check_alike(arrived: Sequence[Arrived], request_id: str) -> None:
@@ -118,48 +122,47 @@ def _put_together(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> 
     """This rank's layers, and whether they lie in memory of their own; a layer that came in one pair is that pair."""
     by_layer: dict[int, list[_Placed]] = {}
     for part in arrived:
-        for layer, placed in _placed(part):
-            by_layer.setdefault(position_of(layer, boxes), []).append(placed)
+        for at, placed in _placed(part, boxes):
+            by_layer.setdefault(at, []).append(placed)
     layers: list[LayerKV] = []
     owned = True
     at = 0
     for box in boxes:
         num_rows = count(box.tokens.stripes(arrived[0].num_tokens))
+        every_head = tuple(range(len(box.heads)))
         for _ in range(box.layers.num_layers):
             found = by_layer[at]
-            if _is_whole(found, len(box.heads), num_rows):
+            if len(found) == 1 and _is_whole(found[0], every_head, num_rows):
                 layers.append(found[0].pair)
                 owned = False
             else:
-                layers.append(_merged(found, at, len(box.heads), num_rows, request_id))
+                layers.append(_merged(found, at, len(every_head), num_rows, request_id))
             at += 1
     return layers, owned
 
 
-def _placed(part: Arrived) -> Iterator[tuple[int, _Placed]]:
-    """Each pair of the part with its global layer and its place."""
+def _placed(part: Arrived, boxes: Boxes) -> Iterator[tuple[int, _Placed]]:
+    """Each pair of the part with its layer's place among this rank's, and its own place in that."""
     pairs = iter(part.pairs)
     for box, region in zip(part.piece.boxes, part.regions, strict=True):
         whole = box.source_share == box.target_share == ALL_TOKENS
         rows = None if whole else box.target_rows(part.num_tokens)
-        for layer in range(*region.layers):
-            yield layer, _Placed(part, next(pairs), box.target_positions, rows)
+        first = position_of(region.layers.start, boxes)
+        for at in range(first, first + region.layers.num_layers):
+            yield at, _Placed(part, next(pairs), box.target_positions, rows)
 
 
-def _is_whole(found: Sequence[_Placed], num_heads: int, num_rows: int) -> bool:
-    one = found[0]
-    everything = one.rows is None or is_everything(one.rows, num_rows)
-    return len(found) == 1 and one.head_positions == tuple(range(num_heads)) and everything
+def _is_whole(one: _Placed, every_head: HeadIds, num_rows: int) -> bool:
+    return one.head_positions == every_head and (one.rows is None or is_everything(one.rows, num_rows))
 
 
 def _merged(found: Sequence[_Placed], at: int, num_heads: int, num_rows: int, request_id: str) -> LayerKV:
     first = found[0]
-    [*facts] = layer_facts([first.pair])
     for other in found[1:]:
-        theirs = layer_facts([other.pair])
-        if [one[1:] for one in facts] != [one[1:] for one in theirs]:
-            difference = f"layer {at}: {_spell_facts(theirs[0])} against {_spell_facts(facts[0])}"
-            raise _misfit(other.part, first.part.piece.source_rank, difference, request_id)
+        for mine, theirs in zip(first.pair, other.pair, strict=True):
+            if mine.dtype != theirs.dtype or mine.shape[2:] != theirs.shape[2:]:
+                difference = f"layer {at}: {_spell_facts(_facts(theirs))} against {_spell_facts(_facts(mine))}"
+                raise _misfit(other.part, first.part.piece.source_rank, difference, request_id)
     merged = LayerKV(*(_room_for(tensor, first.rows, num_rows, num_heads) for tensor in first.pair))
     for placed in found:
         for out, tensor in zip(merged, placed.pair, strict=True):

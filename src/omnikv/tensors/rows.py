@@ -28,8 +28,7 @@ class RowSource:
     def write_into(self, out: torch.Tensor) -> None:
         at = 0
         for stripe in self._rows:
-            source = striped(self._tensor, stripe)
-            target = _in_turns(out.narrow(0, at, stripe.size), stripe)
+            source, target = striped(self._tensor, stripe), _in_turns(out, at, stripe)
             for head, length in head_runs(self._heads):
                 target.narrow(2, head, length).copy_(source.narrow(2, self._heads[head], length))
             at += stripe.size
@@ -54,13 +53,22 @@ class GatheredRows:
 
 def write_rows(out: torch.Tensor, tensor: torch.Tensor, rows: Stripes | None, head_positions: HeadIds) -> None:
     """Nothing; `tensor` is then in these rows (None: all of them) and heads of `out`, in their order."""
+    if rows is None:
+        _write_heads(out, tensor, head_positions, axis=1)
+        return
     at = 0
-    for stripe in (Stripe.of(0, out.shape[0]),) if rows is None else rows:
-        source = _in_turns(tensor.narrow(0, at, stripe.size), stripe)
-        target = striped(out, stripe)
-        for head, length in head_runs(head_positions):
-            target.narrow(2, head_positions[head], length).copy_(source.narrow(2, head, length))
+    for stripe in rows:
+        _write_heads(striped(out, stripe), _in_turns(tensor, at, stripe), head_positions, axis=2)
         at += stripe.size
+
+
+def _write_heads(out: torch.Tensor, tensor: torch.Tensor, positions: HeadIds, *, axis: int) -> None:
+    runs = head_runs(positions)
+    if len(runs) == 1:
+        out.narrow(axis, positions[0], len(positions)).copy_(tensor)
+        return
+    for at, length in runs:
+        out.narrow(axis, positions[at], length).copy_(tensor.narrow(axis, at, length))
 
 
 def striped(tensor: torch.Tensor, stripe: Stripe) -> torch.Tensor:
@@ -71,7 +79,7 @@ def striped(tensor: torch.Tensor, stripe: Stripe) -> torch.Tensor:
     return rows.unfold(0, stripe.length, stripe.stride).movedim(-1, 1)
 
 
-def _in_turns(packed: torch.Tensor, stripe: Stripe) -> torch.Tensor:
-    """The stripe's rows, one after another in `packed`, as a view `[times, length, ...]`."""
+def _in_turns(packed: torch.Tensor, at: int, stripe: Stripe) -> torch.Tensor:
+    """The stripe's rows, one after another in `packed` from row `at` on, as a view `[times, length, ...]`."""
     # Splitting a dimension is always possible as a view, whatever the strides.
-    return packed.view(stripe.times, stripe.length, *packed.shape[1:])
+    return packed.narrow(0, at, stripe.size).view(stripe.times, stripe.length, *packed.shape[1:])
