@@ -66,6 +66,8 @@ def test_a_peer_that_never_reads_is_cut_off(attacked, monkeypatch):
     deaf = attacked.caller(attacked.address, rank=1)
     deaf.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     deaf.enter()
+    (link,) = (link for link in attacked.the_source._loop._ready if link.seat.rank == 1)
+    link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     with pytest.raises(ConnectionError):
         send_until_ended(deaf, itertools.repeat(Want(1, "r", "primary", 0, False)))
     attacked.until_counted("stuck_peers")

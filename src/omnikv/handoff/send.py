@@ -97,7 +97,7 @@ def publish_all(
         slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
         for slot, (identity, plan) in zip(slots, plans, strict=True):
             with _copy_faults_mapped(identity):
-                plan.write_into(slot.buffer, pack_threads)
+                plan.write_into(slot.buffer, pack_threads, slot.written)
         for slot in slots:
             slot.publish()
 

@@ -61,17 +61,25 @@ PACKERS = PackingThreads()
 os.register_at_fork(after_in_child=PACKERS.forget)
 
 
-def fill(jobs: Sequence[Job], threads: int | None = None) -> None:
+Written = Callable[[torch.Tensor], None]
+
+
+def no_one(out: torch.Tensor) -> None:
+    """Who hears of each tensor where nobody asked to."""
+
+
+def fill(jobs: Sequence[Job], threads: int | None = None, written: Written = no_one) -> None:
     """Nothing; each source has then written itself into its tensor, which nothing here touches any more.
 
     At most `threads` threads copy, the caller's among them; None takes two where the jobs are large and there are two
-    cores. The caller takes whatever no helper has begun, so busy helpers delay nobody.
+    cores. The caller takes whatever no helper has begun, so busy helpers delay nobody. `written` hears of each tensor
+    once it is final, from the thread that wrote it.
 
     Raises:
         Exception: whatever a source raised; the other places may then hold anything.
     """
     if not have_streams():
-        _copy(jobs, threads)
+        _copy(jobs, threads, written)
         return
     on_host: list[Job] = []
     on_device: dict[torch.device, list[tuple[DeviceSource, torch.Tensor]]] = {}
@@ -86,21 +94,24 @@ def fill(jobs: Sequence[Job], threads: int | None = None) -> None:
             until_written.enter_context(own_lane(device, queued))
         # Streams are a thread's own: a helper would not wait for kernels that the caller's stream still runs.
         may_share = all(device_of(source) == _HOST for source, _ in on_host)
-        _copy(on_host, threads if may_share else 1)
+        _copy(on_host, threads if may_share else 1, written)
+    for queued in on_device.values():
+        for _, out in queued:
+            written(out)
 
 
-def _copy(jobs: Sequence[Job], threads: int | None) -> None:
+def _copy(jobs: Sequence[Job], threads: int | None, written: Written) -> None:
     if threads is None:
         is_large = sum(out.nbytes for _, out in jobs) >= PARALLEL_NBYTES
         threads = min(2, len(os.sched_getaffinity(0))) if is_large else 1
-    _work_with(min(threads, len(jobs)) - 1, deque(jobs))
+    _work_with(min(threads, len(jobs)) - 1, deque(jobs), written)
 
 
-def _work_with(num_helpers: int, queue: deque[Job]) -> None:
-    helpers = [PACKERS.submit(lambda: _work(queue)) for _ in range(num_helpers)]
+def _work_with(num_helpers: int, queue: deque[Job], written: Written) -> None:
+    helpers = [PACKERS.submit(lambda: _work(queue, written)) for _ in range(num_helpers)]
     begun: list[Future[None]] = []
     try:
-        _work(queue)
+        _work(queue, written)
     finally:
         queue.clear()
         # Not begun: cancelled. Begun: it must have ended before the caller may reuse the memory.
@@ -110,7 +121,7 @@ def _work_with(num_helpers: int, queue: deque[Job]) -> None:
         helper.result()
 
 
-def _work(queue: deque[Job]) -> None:
+def _work(queue: deque[Job], written: Written) -> None:
     # Grad mode is a thread's own as well.
     with torch.no_grad():
         while True:
@@ -119,3 +130,4 @@ def _work(queue: deque[Job]) -> None:
             except IndexError:
                 return
             source.write_into(out)
+            written(out)

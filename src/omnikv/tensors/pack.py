@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import xxhash
 
 from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
 from omnikv.errors import ConfigError, LocalProtocolError
-from omnikv.tensors.fill import fill
+from omnikv.tensors.fill import Written, fill, no_one
 from omnikv.tensors.kv import DenseSource, LayerSource, TensorSource
 from omnikv.tensors.unpack import (
     DTYPES,
@@ -40,6 +40,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ADDRESS_ALIGNMENT = max(ITEM_SIZES.values())
 
 
+def _no_one(begin: int, end: int) -> None:
+    """Who hears of written ranges where nobody asked to."""
+
+
 class PayloadPlan:
     """A payload that is laid out and not yet written: `nbytes` in all, `header` as its reader will see it."""
 
@@ -52,10 +56,16 @@ class PayloadPlan:
         self._sources = tuple(sources)
         self.nbytes = len(self._head) + header.data_nbytes
 
-    def write_into(self, buffer: memoryview, threads: int | None = None) -> None:
+    def write_into(
+        self,
+        buffer: memoryview,
+        threads: int | None = None,
+        written: Callable[[int, int], None] = _no_one,
+    ) -> None:
         """Nothing; `buffer`, writable and exactly `nbytes` long, then holds the payload. It stays the caller's.
 
-        At most `threads` threads copy; None lets the size and the cores decide.
+        At most `threads` threads copy; None lets the size and the cores decide. `written` hears of each range of bytes,
+        begin and end, that is final before the whole is, from the thread that wrote it.
 
         Raises:
             ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
@@ -63,7 +73,15 @@ class PayloadPlan:
         """
         view = _as_target(buffer, self.nbytes)
         start = len(self._head)
-        self._write_data(torch.frombuffer(view, dtype=torch.uint8)[start:], threads)
+        data = torch.frombuffer(view, dtype=torch.uint8)[start:]
+
+        def tell(tensor: torch.Tensor) -> None:
+            # One without elements lies nowhere.
+            if tensor.nbytes:
+                begin = start + tensor.data_ptr() - data.data_ptr()
+                written(begin, begin + tensor.nbytes)
+
+        self._write_data(data, threads, tell)
         hasher = xxhash.xxh3_128(self._head)
         if self.header.scope == "all":
             hasher.update(view[start:])
@@ -83,10 +101,10 @@ class PayloadPlan:
         self._write_data(payload[len(head) :])
         return payload
 
-    def _write_data(self, data: torch.Tensor, threads: int | None = None) -> None:
+    def _write_data(self, data: torch.Tensor, threads: int | None = None, written: Written = no_one) -> None:
         for start, end in _gaps(self.header.spans):
             data[start:end].zero_()
-        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)), threads)
+        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)), threads, written)
 
 
 # What follows from shapes alone is worked out once for each shape of request.

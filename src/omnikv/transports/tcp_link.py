@@ -6,6 +6,7 @@ it is proved it leaves the link, and the thread that keeps lanes owns it from th
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections import deque
 from collections.abc import Callable, Generator
@@ -29,6 +30,9 @@ MAX_QUEUED_NBYTES = 4 << 20
 READ_NBYTES = 65536
 # How often one peer is read before the others get their turn.
 READS_A_TURN = 16
+
+# What the system says of a peer whose host has gone.
+_DEAD = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODERS: dict[Side, msgspec.msgpack.Decoder[Any]] = {
@@ -204,8 +208,10 @@ class TcpLink(Link):
     def _read(self) -> bytes | None:
         try:
             data = self._stream.read(READ_NBYTES)
-        except OSError:
+        except OSError as error:
             data = b""
+            if error.errno in _DEAD:
+                self._count("dead_peers", f"{self.who} does not answer any more ({error.strerror}): given up")
         if not data and data is not None:
             self.is_over = True
             return None
