@@ -65,7 +65,7 @@ def test_the_text_and_the_json_show_what_was_measured_and_the_bars():
     assert "the command" in text
     assert "4 ranks" in text
     assert "bare star, share of all-reduce" in text
-    assert f"FAIL  4 ranks: {BATCH} votes at once: 2 x one vote, at most 1.5" in text
+    assert f"MISSED  4 ranks: {BATCH} votes at once: 2 x one vote, at most 1.5" in text
     said = json.loads(json.dumps(agreement_to_json([result], "the command")))
     assert said["results"][0]["latencies"]["channel"]["p50_us"] == {"median": 100.0, "least": 100.0, "most": 100.0}
     assert said["results"][0]["bare_all_reduce_share"]["median"] == 0.1

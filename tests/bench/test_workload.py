@@ -51,3 +51,9 @@ def test_a_missing_layer_token_or_another_dtype_is_found():
     assert not SMALL.matches(layers[:1])
     assert not SMALL.matches([LayerKV(key[:-1], value) for key, value in layers])
     assert not SMALL.matches([LayerKV(key.view(torch.int16), value) for key, value in layers])
+
+
+def test_a_request_may_be_given_in_tokens():
+    workload = Workload(tokens=3, pool_factor=1)
+    assert (workload.num_tokens, workload.num_blocks, workload.pool_blocks) == (3, 1, 1)
+    assert workload.nbytes == 3 * 32 * 2 * 8 * 128 * 2

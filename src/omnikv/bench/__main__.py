@@ -12,15 +12,20 @@ from pathlib import Path
 import torch
 
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
+from omnikv.bench.peer import receiving_process
 from omnikv.bench.plan import judge_plans, measure_plans, plans_to_json, plans_to_text
-from omnikv.bench.report import BAR_SIZE_MIB, judge, to_json, to_text
-from omnikv.bench.same_host import measure_size, measure_wake_up, receiving_process
+from omnikv.bench.report import BAR_SIZES_MIB, SameHost, judge, to_json, to_text
+from omnikv.bench.same_host import hand_over_once, measure_size
+from omnikv.bench.small import measure_small
 from omnikv.bench.workload import Workload
 from omnikv.errors import OmniKVError
 
 EXIT_OK, EXIT_BAR_MISSED, EXIT_FAILED = 0, 1, 2
 MIN_ROUNDS = 5
 MIN_TRIES = 200
+MIN_STREAM = 100
+# Beyond what 32 bits can count.
+HUGE_MIB = 4224
 MIN_VERDICTS = 25
 
 
@@ -28,8 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 where content was wrong or `--check` found a missed bar, or 2 where it could not run."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.command == "same-host" and options.check and BAR_SIZE_MIB not in options.sizes:
-        parser.error(f"--check needs {BAR_SIZE_MIB} among --sizes: the bars are set for it")
+    if options.command == "same-host" and options.check and not set(BAR_SIZES_MIB) & set(options.sizes):
+        sizes = ", ".join(map(str, BAR_SIZES_MIB))
+        parser.error(f"--check needs one of {sizes} among --sizes: the bars are set for them")
     given = sys.argv[1:] if arguments is None else arguments
     run = {"same-host": run_same_host, "agreement": run_agreement, "plan": run_plan}[options.command]
     try:
@@ -44,9 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m omnikv.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     same_host = commands.add_parser("same-host", help="two processes on this host over shared memory")
-    same_host.add_argument("--sizes", type=_several(1), default=(64, 256), help="payloads in MiB, e.g. 64,256")
+    same_host.add_argument("--sizes", type=_several(1), default=BAR_SIZES_MIB, help="payloads in MiB, e.g. 64,256")
     same_host.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=7, help="counted rounds a size, 5 or more")
-    same_host.add_argument("--wake-ups", type=_at_least(MIN_TRIES), default=300, help="wake-ups timed, 200 or more")
+    same_host.add_argument("--tries", type=_at_least(MIN_TRIES), default=500, help="small requests, one by one")
+    same_host.add_argument("--stream", type=_at_least(MIN_STREAM), default=4000, help="requests of 1 MiB in flight")
+    same_host.add_argument("--no-huge", action="store_true", help=f"send no payload of {HUGE_MIB} MiB")
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
     agreement = commands.add_parser("agreement", help="verdicts among processes on this host, beside gloo's own means")
     agreement.add_argument("--ranks", type=_several(2), default=(2, 4, 8), help="numbers of ranks, e.g. 2,4,8")
@@ -66,19 +74,23 @@ def run_same_host(options: argparse.Namespace, command: str) -> int:
         OmniKVError: the handoff failed.
     """
     torch.set_num_threads(options.threads)
+    # A fresh receiver for each: what one left in its memory must not hide what the next one takes.
+    with receiving_process(options.threads) as pipe:
+        small = measure_small(pipe, options.tries, options.stream)
     sizes = []
     for size in options.sizes:
-        # A fresh receiver a size: what one size left in its memory must not hide what the next one takes.
         with receiving_process(options.threads) as pipe:
             sizes.append(measure_size(pipe, Workload(size_mib=size), options.rounds))
-    with receiving_process(options.threads) as pipe:
-        wake_up = measure_wake_up(pipe, options.wake_ups)
-    sys.stdout.write(to_text(sizes, wake_up, command))
+    huge_ok = None
+    if not options.no_huge:
+        with receiving_process(options.threads) as pipe:
+            huge_ok = hand_over_once(pipe, Workload(size_mib=HUGE_MIB, pool_factor=1))
+    run = SameHost(sizes=sizes, small=small, huge_mib=HUGE_MIB, huge_ok=huge_ok)
+    sys.stdout.write(to_text(run, command))
     if options.json is not None:
-        options.json.write_text(json.dumps(to_json(sizes, wake_up, command), indent=2) + "\n")
-    missed = options.check and not all(bar.passed for bar in judge(sizes, wake_up))
-    wrong = not all(result.content_ok for result in sizes)
-    return EXIT_BAR_MISSED if missed or wrong else EXIT_OK
+        options.json.write_text(json.dumps(to_json(run, command), indent=2) + "\n")
+    missed = options.check and not all(bar.passed for bar in judge(run))
+    return EXIT_BAR_MISSED if missed or not run.content_ok else EXIT_OK
 
 
 def run_agreement(options: argparse.Namespace, command: str) -> int:

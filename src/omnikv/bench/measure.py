@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +60,11 @@ class ExtraMemory:
     private: int
     shared: int
 
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.private + self.shared
+
     @classmethod
     def since(cls, base: MemoryUse) -> ExtraMemory:
         """The extra memory since `base` was read and `reset_peak` called, up to now.
@@ -86,6 +92,12 @@ def reset_peak() -> MemoryUse:
     except OSError as error:
         raise ConfigError(f"peak memory cannot be measured here: {_CLEAR_REFS} refuses ({error.strerror})") from error
     return MemoryUse.now()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of these do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def timed_ms(action: Callable[[], object]) -> float:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 import torch
 
 from omnikv.bench.measure import ExtraMemory, reset_peak
 from omnikv.bench.workload import Workload, bench_route
-from omnikv.core.keys import Edge, PayloadId
-from omnikv.handoff.api import KVReceiver
+from omnikv.errors import ReceiveTimeout
+from omnikv.handoff.api import KVReceiver, KVSender
 from omnikv.tensors.kv import LayerKV
-from omnikv.transports.base import Endpoint
-from omnikv.transports.registry import open_transport
 
 TIMEOUT_S = 120.0
 _PAGE_INT64S = 4096 // 8
@@ -34,11 +34,25 @@ class ReceiveLane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeWakeUps:
-    """Wait for `tries` small payloads, each published while this process waits."""
+class ReceiveStream:
+    """Receive `num_requests` requests as fast as they come, then check one more and tell the processor time used."""
 
+    workload: Workload
     namespace: str
-    tries: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitIdly:
+    """Wait in `num_waiting` threads for requests that never come, for `seconds`, and tell the processor time used."""
+
+    workload: Workload
+    namespace: str
+    num_waiting: int
+    seconds: float
+
+
+Order: TypeAlias = ReceiveLane | ReceiveStream | WaitIdly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +63,27 @@ class LaneEnd:
     memory: ExtraMemory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """What the receiver has to say about a stream: when the last request was there, and what its processor did."""
+
+    content_ok: bool
+    finished_ns: int
+    cpu_s: float
+
+
 def serve(pipe: Connection, torch_threads: int) -> None:
     """Nothing; carries out the orders that come through `pipe` until it is closed or None comes."""
     torch.set_num_threads(torch_threads)
     while (order := pipe.recv()) is not None:
+        # What is loaded or built on first use must not count as the first lane's.
+        warm_up(f"{order.namespace}-warm-up")
         if isinstance(order, ReceiveLane):
             _receive_lane(pipe, order)
+        elif isinstance(order, ReceiveStream):
+            _receive_stream(pipe, order)
         else:
-            _notice_wake_ups(pipe, order)
+            _wait_idly(pipe, order)
 
 
 def request_name(number: int) -> str:
@@ -64,16 +91,13 @@ def request_name(number: int) -> str:
     return f"bench-{number}"
 
 
-def wake_up_endpoint(namespace: str, side: str) -> Endpoint:
-    """Where the wake-up payloads go from or to."""
-    edge = Edge(from_stage="sender", to_stage="receiver", namespace=namespace)
-    return Endpoint(edge=edge, side="source" if side == "source" else "target", rank=0, peer_ranks=(0,))
-
-
-def wake_up_payload(namespace: str, number: int) -> PayloadId:
-    """The identity of one wake-up payload."""
-    edge = Edge(from_stage="sender", to_stage="receiver", namespace=namespace)
-    return PayloadId(edge=edge, transfer_id=request_name(number), source_rank=0, target_rank=0)
+def warm_up(namespace: str) -> None:
+    """Nothing; hands one small request over within this process."""
+    workload = Workload(tokens=1)
+    route = bench_route(namespace, workload.num_heads)
+    with KVSender(route, rank=0, transport="shm") as sender, KVReceiver(route, rank=0, transport="shm") as receiver:
+        sender.send(request_name(0), workload.paged(workload.build_caches()))
+        receiver.receive(request_name(0), timeout_s=TIMEOUT_S).close()
 
 
 def _receive_lane(pipe: Connection, order: ReceiveLane) -> None:
@@ -87,9 +111,44 @@ def _receive_lane(pipe: Connection, order: ReceiveLane) -> None:
             pipe.send(finished_ns)
         memory = ExtraMemory.since(base)
         pipe.send("waiting")
-        with receiver.receive(request_name(order.num_requests), timeout_s=TIMEOUT_S) as kv:
-            content_ok = order.workload.matches(kv.layers)
+        content_ok = _is_right(receiver, order.num_requests, order.workload)
         pipe.send(LaneEnd(content_ok=content_ok, memory=memory))
+
+
+def _receive_stream(pipe: Connection, order: ReceiveStream) -> None:
+    with KVReceiver(bench_route(order.namespace, order.workload.num_heads), rank=0, transport="shm") as receiver:
+        pipe.send("waiting")
+        began_s = time.process_time()
+        for number in range(order.num_requests):
+            receiver.receive(request_name(number), timeout_s=TIMEOUT_S).close()
+        finished_ns, cpu_s = time.monotonic_ns(), time.process_time() - began_s
+        content_ok = _is_right(receiver, order.num_requests, order.workload)
+        pipe.send(StreamEnd(content_ok=content_ok, finished_ns=finished_ns, cpu_s=cpu_s))
+
+
+def _wait_idly(pipe: Connection, order: WaitIdly) -> None:
+    route = bench_route(order.namespace, order.workload.num_heads)
+    with KVReceiver(route, rank=0, transport="shm") as receiver, ThreadPoolExecutor(order.num_waiting) as threads:
+
+        def wait_in_vain(number: int) -> None:
+            try:
+                receiver.receive(request_name(number), timeout_s=2 * order.seconds).close()
+            except ReceiveTimeout:
+                return
+
+        waiting = [threads.submit(wait_in_vain, number) for number in range(order.num_waiting)]
+        # Until all of them sleep.
+        time.sleep(order.seconds / 2)
+        began_s = time.process_time()
+        time.sleep(order.seconds)
+        cpu_s = time.process_time() - began_s
+        wait(waiting)
+    pipe.send(cpu_s)
+
+
+def _is_right(receiver: KVReceiver, number: int, workload: Workload) -> bool:
+    with receiver.receive(request_name(number), timeout_s=TIMEOUT_S) as kv:
+        return workload.matches(kv.layers)
 
 
 def _touch(layers: Sequence[LayerKV]) -> None:
@@ -97,14 +156,3 @@ def _touch(layers: Sequence[LayerKV]) -> None:
     for layer in layers:
         for tensor in layer:
             tensor.view(torch.int64).flatten()[::_PAGE_INT64S].sum()
-
-
-def _notice_wake_ups(pipe: Connection, order: NoticeWakeUps) -> None:
-    with open_transport("shm", wake_up_endpoint(order.namespace, "target")) as transport:
-        for number in range(order.tries):
-            pipe.send("waiting")
-            lease = transport.get(wake_up_payload(order.namespace, number), deadline=time.monotonic() + TIMEOUT_S)
-            noticed_ns = time.monotonic_ns()
-            if lease is not None:
-                lease.acknowledge()
-            pipe.send(noticed_ns)

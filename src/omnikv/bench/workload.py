@@ -20,9 +20,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model's KV shape and how much of it one request has."""
+    """A model's KV shape and how much of it one request has: `size_mib`, or `tokens` where that is given.
 
-    size_mib: int
+    The engine's pool has `pool_factor` times the blocks that the request needs.
+    """
+
+    size_mib: int = 1
+    tokens: int | None = None
+    pool_factor: int = 2
     num_layers: int = 32
     num_heads: int = 8
     head_dim: int = 128
@@ -30,12 +35,16 @@ class Workload:
     seed: int = 0
 
     @property
+    def token_nbytes(self) -> int:
+        return self.num_layers * 2 * self.num_heads * self.head_dim * torch.bfloat16.itemsize
+
+    @property
     def nbytes(self) -> int:
-        return self.size_mib * MIB
+        return self.num_tokens * self.token_nbytes
 
     @property
     def num_tokens(self) -> int:
-        return self.nbytes // (self.num_layers * 2 * self.num_heads * self.head_dim * torch.bfloat16.itemsize)
+        return self.size_mib * MIB // self.token_nbytes if self.tokens is None else self.tokens
 
     @property
     def num_blocks(self) -> int:
@@ -44,8 +53,8 @@ class Workload:
 
     @property
     def pool_blocks(self) -> int:
-        """The blocks of the engine's pool, twice what one request needs."""
-        return 2 * self.num_blocks
+        """The blocks of the engine's pool."""
+        return self.pool_factor * self.num_blocks
 
     @property
     def layout(self) -> Layout:
