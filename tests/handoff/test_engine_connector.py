@@ -92,12 +92,12 @@ def test_a_result_of_another_form_is_the_connectors_fault():
 
 @pytest.mark.parametrize("nothing", [None, False, ()])
 def test_absence_is_no_error(nothing):
-    assert ask(Failing(nothing), EDGE, "k", None) is None
+    assert ask(Failing(nothing), EDGE, "k", None, deadline=0.0) is None
 
 
 def test_a_fault_is_not_mistaken_for_absence():
     with pytest.raises(TransportError, match="PermissionError: no") as caught:
-        ask(Failing(PermissionError("no")), EDGE, "k", None)
+        ask(Failing(PermissionError("no")), EDGE, "k", None, deadline=0.0)
     assert isinstance(caught.value.__cause__, PermissionError)
 
 
@@ -112,7 +112,7 @@ def test_a_fault_is_not_mistaken_for_absence():
     ],
 )
 def test_a_payload_is_read_in_every_form_that_connectors_give(form):
-    delivery = ask(Failing((form(packed(3.0)), 99)), EDGE, "k", None)
+    delivery = ask(Failing((form(packed(3.0)), 99)), EDGE, "k", None, deadline=0.0)
     assert delivery.nbytes == 99
     assert delivery.data["request_id"] == "r1"
     assert torch.equal(delivery.data["layer_blocks"]["key_cache"][0], torch.full((2, 1, 4), 3.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -264,10 +265,10 @@ def test_closing_ends_the_wait():
 def test_a_wait_that_goes_on_asks_only_for_what_is_missing():
     shelf = Shelf({key(0, 0): payload([0]).to_bytes()})
     fetch = begin(shelf, route(2, 1, 0))
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert [shard.source_rank for shard in fetch.missing] == [1]
     shelf.kept[key(1, 0)] = payload([1]).to_bytes()
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert heads_of(fetch.require()) == [0, 1]
     assert [asked for asked, _ in shelf.asked] == [key(0, 0), key(1, 0), key(1, 0)]
 
@@ -275,7 +276,7 @@ def test_a_wait_that_goes_on_asks_only_for_what_is_missing():
 def test_whoever_waits_for_one_request_takes_what_comes_for_the_others():
     shelf = Shelf({"omni_0_to_1_kv_cache_c1": payload([8], "c1").to_bytes()})
     primary, companion = begin(shelf), begin(shelf, request_id="c1")
-    fetch_until(primary, [companion], deadline=0.0)
+    fetch_until(primary, [companion], until=0.0)
     assert heads_of(companion.require()) == [8]
     with pytest.raises(ReceiveTimeout):
         primary.require()
@@ -284,7 +285,7 @@ def test_whoever_waits_for_one_request_takes_what_comes_for_the_others():
 def test_a_companion_that_fails_does_not_touch_the_one_that_is_waited_for():
     shelf = Shelf({PLAIN: payload([7]).to_bytes(), "omni_0_to_1_kv_cache_c1": PermissionError("no")})
     primary, companion = begin(shelf), begin(shelf, request_id="c1")
-    fetch_until(primary, [companion], deadline=0.0)
+    fetch_until(primary, [companion], until=0.0)
     assert heads_of(primary.require()) == [7]
     with pytest.raises(TransportError, match="no"):
         companion.require()
@@ -294,7 +295,7 @@ def test_a_companion_that_fails_does_not_touch_the_one_that_is_waited_for():
 def test_what_came_whole_is_acknowledged_or_given_back_as_its_owner_says(end):
     buffer = ReturnableBuffer(payload([7]).to_bytes())
     fetch = begin(Shelf({PLAIN: buffer}))
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert heads_of(fetch.require()) == [7]
     assert buffer.ended == []
     assert not fetch.is_consumed
@@ -306,23 +307,23 @@ def test_x16_a_shard_that_no_connector_takes_back_stays_for_whoever_takes_the_fe
     buffer = Buffer(payload([0]).to_bytes())
     shelf = Shelf({key(0, 0): buffer})
     fetch = begin(shelf, route(2, 1, 0))
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert not fetch.give_back()
     assert fetch.is_consumed
     assert buffer.ended == ["release"]
     shelf.kept[key(1, 0)] = payload([1]).to_bytes()
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert heads_of(fetch.require()) == [0, 1]
 
 
 def test_a_fault_that_consumed_nothing_may_be_tried_again_and_lost_payloads_may_not():
     shelf = Shelf({PLAIN: ConnectionResetError("gone")})
     fetch = begin(shelf)
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert not fetch.is_lost
     shelf.kept[PLAIN] = payload([7]).to_bytes()[:-1]
     fetch.retry()
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert fetch.is_lost
     fetch.retry()
     with pytest.raises(WireError):
@@ -332,9 +333,62 @@ def test_a_fault_that_consumed_nothing_may_be_tried_again_and_lost_payloads_may_
 def test_another_route_is_asked_for_what_the_first_could_not_give():
     shelf = Shelf({PLAIN: ConnectionResetError("gone")})
     fetch = begin(shelf)
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     shelf.kept[PLAIN] = payload([7]).to_bytes()
     fetch.redirect(route(address=SenderAddress(host="h", base_port=100), address_every_shard=True))
-    fetch_until(fetch, deadline=0.0)
+    fetch_until(fetch, until=0.0)
     assert heads_of(fetch.require()) == [7]
     assert shelf.asked[-1] == (PLAIN, {"source_host": "h", "source_port": 100})
+
+
+# Connectors that keep deadlines
+
+
+class Bounded(Shelf):
+    """A connector of an engine's that bounds its gets, and wants to hear which of them are over."""
+
+    def __init__(self, kept):
+        super().__init__(kept)
+        self.deadlines, self.abandoned = [], []
+
+    def get_with_deadline(self, from_stage, to_stage, get_key, metadata=None, *, deadline):
+        self.deadlines.append(deadline)
+        return self.get(from_stage, to_stage, get_key, metadata)
+
+    def abandon_get(self, get_key):
+        self.abandoned.append(get_key)
+
+
+def test_d17_a_get_that_can_be_bounded_ends_with_the_request_and_what_it_left_is_freed():
+    shelf, deadline = Bounded({key(0, 0): payload([0]).to_bytes()}), time.monotonic() + 60
+    fetch = begin(shelf, route(2, 1, 0))
+    fetch_until(fetch, until=0.0, deadline=deadline)
+    assert shelf.deadlines == [deadline, deadline]
+    fetch.give_back()
+    assert shelf.abandoned == [key(1, 0)]
+
+
+def test_a_look_just_at_the_deadline_still_has_time_to_take_what_is_there():
+    shelf = Bounded({PLAIN: payload([7]).to_bytes()})
+    before = time.monotonic()
+    assert heads_of(receive(shelf)) == [7]
+    assert shelf.deadlines[0] > before
+    assert shelf.abandoned == []
+
+
+def test_a_connector_that_only_inherits_the_bounded_get_is_asked_plainly():
+    class Inherits(Shelf):
+        def get_with_deadline(self, *_, **__):
+            raise NotImplementedError("does not support deadline-aware receive")
+
+    assert heads_of(receive(Inherits({PLAIN: payload([7]).to_bytes()}))) == [7]
+
+
+def test_a_claim_that_cannot_be_abandoned_is_logged(caplog):
+    class Stuck(Bounded):
+        def abandon_get(self, get_key):
+            raise OSError("no listener")
+
+    with pytest.raises(ReceiveTimeout):
+        receive(Stuck({}))
+    assert "could not abandon" in caplog.text

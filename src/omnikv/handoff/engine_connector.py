@@ -11,6 +11,9 @@ interface allows; plain connectors lack them:
 * `addresses_ranks`: it finds its peer by rank, so `get` takes `{"source_rank": r}` and payloads are packed straight
   into the transport's memory by `put_plan(..., target_rank=r)`;
 * a payload with `put_back()`: an incomplete receive, or one that its group drops, gives it back unconsumed.
+
+Two optional methods of the published interface are used where a connector's class has them: `get_with_deadline`, which
+bounds a get that would block, and `abandon_get`, which frees what a get that found nothing left at the sender.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +37,8 @@ logger = logging.getLogger("omnikv.connector")
 
 PUT_ATTEMPTS = 3
 FIRST_RETRY_S = 0.1
+# What a last look, just at its deadline, may take with a connector that keeps deadlines.
+_LAST_LOOK_S = 0.1
 # Errors that the same call with the same arguments meets again.
 _PERMANENT = (TypeError, ValueError, NotImplementedError, AttributeError, KeyError)
 
@@ -100,9 +106,12 @@ def put_once(connector: Any, stages: Stages, key: str, data: object) -> int:
 
 
 def ask(
-    connector: Any, stages: Stages, key: str, metadata: Mapping[str, Any] | None, *, deadline: float | None = None
+    connector: Any, stages: Stages, key: str, metadata: Mapping[str, Any] | None, *, deadline: float
 ) -> Delivery | None:
-    """What the connector has under `key`, or None; with a `deadline` (monotonic seconds) it waits for it.
+    """What the connector has under `key`, or None.
+
+    A connector that waits by itself waits for it until `deadline` (monotonic seconds); any other is asked for what is
+    there, which takes no longer than that where its class can bound a get.
 
     Raises:
         TransportError: the connector raised; its own error is the cause.
@@ -111,8 +120,7 @@ def ask(
     """
     where = {"from_stage": stages.from_stage, "to_stage": stages.to_stage, "get_key": key, "metadata": metadata}
     try:
-        wait = {} if deadline is None else {"deadline": deadline}
-        result = (connector.get_with_deadline if wait else connector.get)(**where, **wait)
+        result = _get(connector, where, deadline)
         if not result:
             return None
         raw, nbytes = result
@@ -122,6 +130,34 @@ def ask(
     except Exception as error:
         raise TransportError(f"getting {key!r} failed: {_words(error)}", key=key) from error
     return open_payload(raw, int(nbytes), key)
+
+
+def abandon(connector: Any, key: str) -> None:
+    """Nothing; the connector frees what asking for `key` in vain left at the sender, if it can."""
+    if not _has(connector, "abandon_get"):
+        return
+    try:
+        connector.abandon_get(key)
+    # edge: an engine's connector may raise anything, and nobody waits for this.
+    except Exception:
+        logger.exception("the connector could not abandon %r", key)
+
+
+def _get(connector: Any, where: Mapping[str, Any], deadline: float) -> Any:
+    if blocks_until_deadline(connector):
+        return connector.get_with_deadline(**where, deadline=deadline)
+    if _has(connector, "get_with_deadline"):
+        bound = max(deadline, time.monotonic() + _LAST_LOOK_S)
+        try:
+            return connector.get_with_deadline(**where, deadline=bound)
+        except NotImplementedError:  # Inherited from the engine's interface; this connector has none of its own.
+            pass
+    return connector.get(**where)
+
+
+def _has(connector: Any, method: str) -> bool:
+    # Asked of the class: a stand-in that makes up its attributes would seem to have everything.
+    return callable(getattr(type(connector), method, None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ import torch
 from omnikv.core.fetch import Arrived, Fetch, Pause, RoundEnded, Shard, begin, resume, step
 from omnikv.core.keys import build_rank_aware_recv_keys
 from omnikv.errors import OmniKVError, ReceiveTimeout, WireError, WireReason
-from omnikv.handoff.engine_connector import Delivery, addresses_ranks, ask, blocks_until_deadline
+from omnikv.handoff.engine_connector import Delivery, abandon, addresses_ranks, ask, blocks_until_deadline
 from omnikv.handoff.keyed_assemble import ReceiveRoute, assemble_shards, by_hook, place_payload
 
 logger = logging.getLogger("omnikv.receive")
@@ -128,17 +128,19 @@ class KeyedFetch:
             raise self._timeout()
         return self.payload
 
-    def begin_wait(self, deadline: float) -> None:
-        """Nothing; the rounds that follow end at `deadline` (monotonic seconds)."""
+    def begin_wait(self, until: float) -> None:
+        """Nothing; the rounds that follow end at `until` (monotonic seconds)."""
         if self._state is not None:
-            self._state = resume(self._state, deadline_s=deadline)
+            self._state = resume(self._state, deadline_s=until)
 
-    def look(self) -> None:
-        """Nothing; takes what is here of the missing shards, without waiting for any."""
-        now = time.monotonic() if blocks_until_deadline(self._connector) else None
+    def look(self, deadline: float) -> None:
+        """Nothing; takes what is here of the missing shards, without waiting for any.
+
+        Bringing over what is here ends by `deadline` (monotonic seconds), if the connector can see to that.
+        """
         for shard in self.missing:
             if not self.is_over:
-                self._ask(shard, now)
+                self._ask(shard, time.monotonic() if blocks_until_deadline(self._connector) else deadline)
 
     def end_round(self) -> float | None:
         """How long to wait before the missing shards are looked for again, in seconds; None when the wait is over."""
@@ -185,6 +187,8 @@ class KeyedFetch:
         """
         if self.payload is not None and not self._deliveries:
             return False
+        for shard in self._state.missing if self._state is not None else ():
+            abandon(self._connector, shard.key)
         if not self._is_returnable:
             return not self._own_deliveries()
         self.payload = None
@@ -195,10 +199,10 @@ class KeyedFetch:
     def _is_returnable(self) -> bool:
         return all(delivery.returnable for delivery in self._deliveries.values())
 
-    def _ask(self, shard: Shard, until: float | None) -> None:
+    def _ask(self, shard: Shard, deadline: float) -> None:
         try:
             metadata = self._metadata(shard)
-            delivery = ask(self._connector, self.route.stages, shard.key, metadata, deadline=until)
+            delivery = ask(self._connector, self.route.stages, shard.key, metadata, deadline=deadline)
             if delivery is None:
                 return
             self._deliveries[shard.key] = delivery
@@ -272,12 +276,17 @@ class KeyedFetch:
         return error
 
 
-def fetch_until(first: KeyedFetch, beside: Sequence[KeyedFetch] = (), *, deadline: float) -> None:
-    """Nothing; waits until `first` is over or `deadline` (monotonic seconds); takes what comes for all meanwhile."""
-    first.begin_wait(deadline)
+def fetch_until(
+    first: KeyedFetch, beside: Sequence[KeyedFetch] = (), *, until: float, deadline: float | None = None
+) -> None:
+    """Nothing; waits until `first` is over or `until` (monotonic seconds), and takes what comes for all meanwhile.
+
+    What is found late in the wait may take until `deadline` to be brought over, where the connector bounds that.
+    """
+    first.begin_wait(until)
     while True:
         for fetch in (first, *beside):
-            fetch.look()
+            fetch.look(until if deadline is None else deadline)
         pause_s = first.end_round()
         if pause_s is None:
             return

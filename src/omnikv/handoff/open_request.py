@@ -120,7 +120,7 @@ class OpenRequest:
 
     def _wait(self, fetch: KeyedFetch) -> None:
         beside = [other for other in self.fetches.values() if other is not fetch]
-        fetch_until(fetch, beside, deadline=self.until)
+        fetch_until(fetch, beside, until=self.until, deadline=self.deadlines.fetch)
         if not (fetch.is_over or fetch.is_closing):
             self.wait_for(fetch.request_id)
             self.failures[fetch.request_id] = fetch.spell_missing()

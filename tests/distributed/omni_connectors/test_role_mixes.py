@@ -197,7 +197,7 @@ def test_one_deadline_a_request_for_the_primary_and_its_companions(make_receiver
 
     deadlines = {}
     monkeypatch.setattr(
-        module, "fetch_until", lambda fetch, beside, *, deadline: deadlines.update({fetch.request_id: deadline})
+        module, "fetch_until", lambda fetch, beside, *, until, deadline: deadlines.update({fetch.request_id: deadline})
     )
     receiver = make_receiver(connector=connector, recv_timeout=30.0)
     req = request_of(cfg_kv_request_ids={"cfg_text": "c1", "cfg_img": "c2"})
