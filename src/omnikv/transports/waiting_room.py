@@ -13,6 +13,9 @@ from omnikv.transports.bell import Bell
 
 Taken = TypeVar("Taken")
 
+# Found by one who waits when there is something to look for before its wait would end.
+EARLIER = -1
+
 
 class WaitingRoom:
     """Lets requests at a memory of limited size, first come first served. `lock` guards the row and is `bell`'s."""
@@ -33,7 +36,8 @@ class WaitingRoom:
     def admit(self, take: Callable[[], Taken], deadline: float, look: Callable[[], float]) -> Taken:
         """What `take` gives, as soon as there is room. `take` is called without the lock; call this without it.
 
-        `look` is called with the lock before this waits: it may raise, and says when to look again at the latest.
+        `look` is called with the lock whenever something changed: it may raise, and says when to look again at the
+        latest.
 
         Raises:
             PutRejected: `take` says that there is never enough room, or there was none by `deadline`.
@@ -64,12 +68,19 @@ class WaitingRoom:
                 self._step(admission.Leave(ticket))
 
     def _wait(self, ticket: int, deadline: float, look: Callable[[], float]) -> int | None:
+        until = deadline
+
+        def turn() -> int | None:
+            due_at = look()
+            freed = self._turns.pop(ticket, None)
+            return EARLIER if freed is None and due_at < until else freed
+
         while True:
+            freed = self._bell.wait_for(turn, until)
+            if freed != EARLIER and (freed is not None or time.monotonic() >= deadline):
+                return freed
             with self._lock:
                 until = min(deadline, look())
-            freed = self._bell.wait_for(lambda: self._turns.pop(ticket, None), until)
-            if freed is not None or time.monotonic() >= deadline:
-                return freed
 
     def _step(self, event: admission.Event) -> None:
         self._row, turns = admission.step(self._row, event)
