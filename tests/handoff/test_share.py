@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import uuid
 from contextlib import contextmanager
@@ -14,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from omnikv import KVSender, LayerKV, Route
 from omnikv.config import HandoffConfig
-from omnikv.errors import ConfigError, OmniKVError, TopologyError
+from omnikv.errors import ConfigError, OmniKVError, RemoteProtocolError, TopologyError
 from omnikv.groups import from_device_mesh
 from omnikv.handoff import share
 from omnikv.handoff.share import SharedReceiver
+from omnikv.handoff.shared_part import unpack_part
 from omnikv.tensors.bundle import pack
 
 HERE = "tests.handoff.test_share"
@@ -85,7 +88,7 @@ def broken_at(rank, fault):
         return
     where = fault[1]
 
-    def explode(value):
+    def explode(*_):
         raise RuntimeError(f"{where} ran out of memory")
 
     with patch.object(share, where, explode):
@@ -142,7 +145,7 @@ def test_d07_the_follower_of_two_gets_a_cache_that_was_not_split(gangs, tmp_path
     assert said[1][0]["roles"] == {"primary": [5, [5], [0.0, 100.0], "r1"]}
 
 
-@pytest.mark.parametrize("fault", [[0, "pack"], [1, "unpack"], [3, "unpack"]])
+@pytest.mark.parametrize("fault", [[0, "pack_part"], [1, "unpack_part"], [3, "unpack_part"]])
 def test_when_one_part_cannot_be_handed_on_no_rank_uses_any_and_a_retry_finds_all(gangs, tmp_path, namespace, fault):
     requests = [["r1", fault], ["r1", None]]
     with KVSender(route_of(namespace), 0) as sender:
@@ -246,5 +249,22 @@ def test_what_does_not_go_together_is_refused_on_every_rank(gangs, tmp_path, nam
 
 
 def test_a_bundle_that_is_no_part_of_a_request_is_refused():
-    with pytest.raises(OmniKVError, match="no part of a request"):
-        share.unpacked("r1", share.Parcel(share.ParcelKind.BUNDLE, pack({"roles": {"primary": {}}, "rounds": 1})), 0.0)
+    with pytest.raises(RemoteProtocolError, match="no part of a request"):
+        unpack_part("r1", pack({"roles": {"primary": {}}, "rounds": 1}), 0.0)
+
+
+def test_a_stopped_follower_is_waited_for_until_the_deadline_alone(gangs, tmp_path, namespace):
+    with (
+        KVSender(route_of(namespace), 0) as sender,
+        gangs.started(f"{HERE}:receive_impatiently", 3, tmp_path, shape=[1, 3, 1, 1], namespace=namespace) as gang,
+    ):
+        gang.wait_for("waiting")
+        os.kill(gang.ranks[2].pid, signal.SIGSTOP)
+        send(sender, "r1")
+        assert gang.results([0, 1]) == ["drop", "drop"]
+
+
+def receive_impatiently(rank, channel, shape, namespace):
+    with receiving(shape, namespace, vote_timeout_s=0.3) as (_, receiver):
+        channel.tell("waiting")
+        return said_of(partial(receiver.receive_together, "r1", timeout_s=1.0))["verdict"]

@@ -1,1 +1,1 @@
-"""The command line: `omnikv demo`. Needs the extra `cli`; the demo also needs the extra `demo`."""
+"""The command line: `omnikv demo`, `omnikv pipeline`. Needs the extra `cli`; the demo also needs the extra `demo`."""

@@ -24,26 +24,19 @@ from typing import Any
 
 from omnikv.config import HandoffConfig
 from omnikv.core.keys import PRIMARY_ROLE, PayloadId
-from omnikv.core.messages import Ballot, RoleBallot, spell_reason
 from omnikv.core.reshard import Route
 from omnikv.core.sharing import roles_of_guidance_ranks
 from omnikv.core.verdict import spell_causes
-from omnikv.errors import OmniKVError, RemoteProtocolError, TopologyError, VerdictInDoubt
+from omnikv.errors import OmniKVError, TopologyError, VerdictInDoubt
 from omnikv.groups.channel import Channel
 from omnikv.groups.device_mesh import MeshGroups
 from omnikv.groups.parcels import Parcel, ParcelKind, ParcelPost
 from omnikv.groups.torch_dist import TorchDistGroup
 from omnikv.handoff.agree import Outcome
 from omnikv.handoff.api import KVReceiver, seconds
-from omnikv.handoff.received import ReceivedKV, ReceivedPiece
-from omnikv.tensors.bundle import pack, unpack
-from omnikv.tensors.kv import LayerKV
+from omnikv.handoff.shared_part import Part, ballot_of_part, pack_part, unpack_part
 
 logger = logging.getLogger("omnikv.share")
-
-# What the last vote is about: each rank's part, whatever its branch.
-_PART = "part"
-_MAX_CAUSE_CHARS = 500
 
 
 @dataclass(slots=True)
@@ -56,15 +49,6 @@ class Traffic:
     fetched_nbytes: int = 0
     given_nbytes: int = 0
     taken_nbytes: int = 0
-
-
-@dataclass(slots=True)
-class _Part:
-    """What this rank has of a request before the last vote: its roles, or why it has none."""
-
-    roles: Mapping[str, ReceivedKV] | None = None
-    rounds: int = 1
-    why_not: str = ""
 
 
 class SharedReceiver:
@@ -139,7 +123,7 @@ class SharedReceiver:
                 given_back.callback(kv.give_back)
             part = self._get_part(request_id, fetched, handed_on_by)
             ruling = self._lockstep.agree(
-                f"{request_id}/{attempt}", _ballot(part), deadline=handed_on_by + self.config.vote_timeout_s
+                f"{request_id}/{attempt}", ballot_of_part(part), deadline=handed_on_by + self.config.vote_timeout_s
             )
             if ruling.kind == "keep":
                 given_back.pop_all()
@@ -189,7 +173,7 @@ class SharedReceiver:
         self.traffic.fetched_nbytes += sum(kv.nbytes for kv in fetched.roles.values())
         return fetched
 
-    def _get_part(self, request_id: str, fetched: Outcome | None, deadline: float) -> _Part:
+    def _get_part(self, request_id: str, fetched: Outcome | None, deadline: float) -> Part:
         try:
             return self._handed_on(request_id, fetched, deadline)
         except VerdictInDoubt:
@@ -197,9 +181,9 @@ class SharedReceiver:
         # edge: just before the vote; a rank that left here would hang its peers, so every error becomes its ballot.
         except Exception as error:
             logger.warning("request %r: this rank's part could not be handed on", request_id, exc_info=True)
-            return _Part(why_not=f"{type(error).__name__}: {error}")
+            return Part(why_not=f"{type(error).__name__}: {error}")
 
-    def _handed_on(self, request_id: str, fetched: Outcome | None, deadline: float) -> _Part:
+    def _handed_on(self, request_id: str, fetched: Outcome | None, deadline: float) -> Part:
         started = time.monotonic()
         parcels = self._parcels(fetched) if fetched is not None else []
         parcel, failure = self._hand_down(parcels, deadline)
@@ -210,11 +194,11 @@ class SharedReceiver:
                 request_id=request_id,
             )
         if failure is not None or parcel.kind is ParcelKind.NOTHING:
-            return _Part(why_not=str(failure or parcel.text))
+            return Part(why_not=str(failure or parcel.text))
         if fetched is not None:
             mine = {role: fetched.roles[role] for role in self._roles_by_rank[0]}
-            return _Part(roles=mine, rounds=fetched.rounds)
-        return unpacked(request_id, parcel, time.monotonic() - started)
+            return Part(roles=mine, rounds=fetched.rounds)
+        return unpack_part(request_id, parcel.data, time.monotonic() - started)
 
     def _parcels(self, fetched: Outcome) -> list[Parcel]:
         """One parcel a guidance rank; a rank whose part cannot be packed is told so in its place."""
@@ -228,9 +212,9 @@ class SharedReceiver:
         return [self._packed(fetched, rank) for rank in range(size)]
 
     def _packed(self, fetched: Outcome, rank: int) -> Parcel:
-        parts = {role: _as_values(fetched.roles[role]) for role in self._roles_by_rank[rank]}
+        roles = {role: fetched.roles[role] for role in self._roles_by_rank[rank]}
         try:
-            return Parcel(ParcelKind.BUNDLE, pack({"roles": parts, "rounds": fetched.rounds}))
+            return Parcel(ParcelKind.BUNDLE, pack_part(Part(roles=roles, rounds=fetched.rounds)))
         except (OmniKVError, RuntimeError) as error:
             logger.warning("the part of guidance rank %d could not be packed", rank, exc_info=True)
             return Parcel.words(ParcelKind.NOTHING, f"its part could not be packed: {error}")
@@ -269,52 +253,3 @@ class SharedReceiver:
     def _taken(self, parcel: Parcel) -> Parcel:
         self.traffic.taken_nbytes += parcel.nbytes
         return parcel
-
-
-def _as_values(kv: ReceivedKV) -> dict[str, Any]:
-    return {
-        "layers": [tuple(layer) for layer in kv.layers],
-        "layer_ids": list(kv.layer_ids),
-        "num_tokens": kv.num_tokens,
-        "metadata": kv.metadata,
-        "sources": [(piece.source_rank, list(piece.heads)) for piece in kv.sources],
-    }
-
-
-def unpacked(request_id: str, parcel: Parcel, waited_s: float) -> _Part:
-    """What a follower was given, its tensors views on the parcel.
-
-    Raises:
-        RemoteProtocolError: it is no part of a request.
-    """
-    value = unpack(parcel.data)
-    try:
-        roles = {
-            role: ReceivedKV(
-                request_id=request_id,
-                layers=[LayerKV(*layer) for layer in entry["layers"]],
-                layer_ids=entry["layer_ids"],
-                num_tokens=entry["num_tokens"],
-                metadata=entry["metadata"],
-                sources=tuple(
-                    ReceivedPiece(source_rank=rank, heads=tuple(heads), nbytes=0, waited_s=waited_s)
-                    for rank, heads in entry["sources"]
-                ),
-                leases=(),
-                owns_memory=True,
-            )
-            for role, entry in value["roles"].items()
-        }
-        return _Part(roles=roles, rounds=value["rounds"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RemoteProtocolError(f"the reader's bundle is no part of a request: {error!r}") from error
-
-
-def _ballot(part: _Part) -> Ballot:
-    if part.roles is None:
-        cause = spell_reason(part.why_not)[:_MAX_CAUSE_CHARS]
-        return Ballot(0, False, (RoleBallot(_PART, "failed", True, cause=cause),))
-    # Branches differ in their tokens and metadata, which the readers have compared; never in their layers.
-    layers = next(iter(part.roles.values())).layers
-    facts = (("dtype", str(layers[0].key.dtype).removeprefix("torch.")), ("layers", str(len(layers))))
-    return Ballot(0, False, (RoleBallot(_PART, "have", True, facts=facts),))
