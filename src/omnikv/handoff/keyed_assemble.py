@@ -27,7 +27,8 @@ class ReceiveRoute:
     """Where a receiver rank's payloads come from, and an engine's own key builder, merger and slicer if it has them.
 
     `address` is where rank 0 of the sender listens. It is named to the connector for shards of a certain rank, and for
-    all shards when it belongs to this one receive (`address_every_shard`).
+    all shards when it belongs to this one receive (`address_every_shard`). `num_kv_heads` are the model's, over all
+    ranks: with fewer than a stage has ranks, several shards hold the same head, and only this tells which (X01).
     """
 
     stages: Stages
@@ -37,6 +38,7 @@ class ReceiveRoute:
     key_hook: RecvKeyHook | None = None
     merger: Merger | None = None
     slicer: Slicer | None = None
+    num_kv_heads: int | None = None
 
 
 def assemble_shards(
@@ -46,6 +48,7 @@ def assemble_shards(
 
     Raises:
         WireError: the shards do not fit together.
+        TopologyError: they do not hold all heads that this rank needs, by `num_kv_heads`.
         HandoffError: an engine's merger or slicer failed.
     """
     payloads = [shard.data for shard in shards]
@@ -54,7 +57,9 @@ def assemble_shards(
         merged = by_hook(
             "payload merger",
             request_id,
-            lambda: merge_received_rank_shards(payloads, route.merger, source_ranks=list(sources)),
+            lambda: merge_received_rank_shards(
+                payloads, route.merger, list(sources), topo=route.topo, num_kv_heads=route.num_kv_heads
+            ),
         )
     data = by_hook(
         "payload slicer", request_id, lambda: slice_received_rank_shard(merged, route.topo, slicer=route.slicer)

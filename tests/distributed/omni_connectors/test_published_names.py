@@ -74,6 +74,7 @@ def test_the_settings_have_the_published_fields_and_then_our_own(module):
         "kv_required_roles",
         "kv_channel_address",
         "kv_layout",
+        "kv_num_heads",
     ]
 
 

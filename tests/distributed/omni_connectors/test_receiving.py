@@ -304,3 +304,31 @@ def test_a_collector_that_fails_is_counted_and_does_not_take_the_primary_along(
     receiver = make_receiver(connector=connector)
     assert receiver.receive_multi_kv_cache(request_of(cfg_kv_request_ids={"cfg_text": "c1"}), broken)
     assert receiver.counters["companions_failed"] == 1
+
+
+# What it makes of replicated heads
+
+
+@pytest.mark.parametrize(("num_heads", "from_tp", "to_tp"), [(2, 4, 2), (2, 4, 1), (3, 6, 3), (4, 8, 2)])
+def test_x01_d19_a_head_that_several_senders_hold_is_received_once(
+    make_receiver, connector, packed, heads_of, num_heads, from_tp, to_tp
+):
+    held = [sender * num_heads // from_tp for sender in range(from_tp)]
+    for rank in range(to_tp):
+        receiver = make_receiver(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp, kv_num_heads=num_heads)
+        senders = range(rank * from_tp // to_tp, (rank + 1) * from_tp // to_tp)
+        connector.kept |= {key(sender, rank): packed(heads=(held[sender],)) for sender in senders}
+        received, _ = receiver.receive_kv_cache_for_request("r1")
+        assert heads_of(received) == sorted({held[sender] for sender in senders})
+
+
+@pytest.mark.parametrize(("num_heads", "from_tp", "to_tp"), [(2, 2, 4), (8, 8, 16), (1, 1, 2)])
+def test_x02_d18_a_receiver_among_more_ranks_than_heads_gets_its_copy(
+    make_receiver, connector, packed, heads_of, num_heads, from_tp, to_tp
+):
+    for rank in range(to_tp):
+        sender = rank * from_tp // to_tp
+        connector.kept[key(sender, rank)] = packed(heads=(sender,))
+        receiver = make_receiver(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp)
+        received, _ = receiver.receive_kv_cache_for_request("r1")
+        assert heads_of(received) == [rank * num_heads // to_tp]

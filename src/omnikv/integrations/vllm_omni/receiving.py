@@ -149,6 +149,7 @@ class ReceivingStage(ABC):
             key_hook=self.kv_recv_key_builder,
             merger=self.kv_payload_merger,
             slicer=self.kv_payload_slicer,
+            num_kv_heads=self.config.kv_num_heads,
         )
 
     def receive_kv_cache(self, req: Any, target_device: torch.device | None = None) -> bool:

@@ -28,6 +28,8 @@ class OmniKVCacheConfig:
     round of it waits, in seconds, and which companions no request may lack. `kv_channel_address` is this host's own,
     "host" or "host:port", where the other hosts of a stage reach the rank that leads the vote. `kv_layout` says how the
     engine's caches lie (`Layout.named`) where their shapes have two readings, or are those of another layout.
+    `kv_num_heads` is how many KV heads the model has over all ranks: needed where a stage has more ranks than that, so
+    that ranks hold copies of a head, which a receiver must not take for heads of their own.
     """
 
     connector_config: dict[str, Any] | None = None
@@ -49,6 +51,7 @@ class OmniKVCacheConfig:
     kv_required_roles: list[str] | tuple[str, ...] = ()
     kv_channel_address: str | None = None
     kv_layout: str | None = None
+    kv_num_heads: int | None = None
 
 
 def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfig:
@@ -82,6 +85,7 @@ def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfi
             kv_required_roles=raw.get("kv_required_roles") or (),
             kv_channel_address=raw.get("kv_channel_address"),
             kv_layout=raw.get("kv_layout"),
+            kv_num_heads=None if raw.get("kv_num_heads") is None else int(raw["kv_num_heads"]),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
