@@ -37,6 +37,8 @@ class Capabilities:
     shared_memory: bool
     # A receiver learns of a dead sender when it dies, not at its deadline.
     notices_peer_death: bool
+    # `get` never blocks past its deadline; one that may is called on threads of its own (`bounded`).
+    keeps_deadlines: bool = True
 
 
 class Seat(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 from omnikv.errors import ConfigError, TransportUnavailable
 from omnikv.transports.base import Endpoint, Transport
+from omnikv.transports.bounded import BoundedTransport
 
 TransportFactory = Callable[..., Transport]
 ENTRY_POINT_GROUP = "omnikv.transports"
@@ -46,7 +47,7 @@ def available_transports() -> list[str]:
 
 
 def open_transport(name: str, endpoint: Endpoint, options: Mapping[str, Any] | None = None) -> Transport:
-    """A transport of the kind `name` that serves `endpoint`; the caller closes it.
+    """A transport of the kind `name` that serves `endpoint` and keeps deadlines; the caller closes it.
 
     Raises:
         ConfigError: no such transport, or it does not take these options.
@@ -59,7 +60,8 @@ def open_transport(name: str, endpoint: Endpoint, options: Mapping[str, Any] | N
         signature(factory).bind(endpoint, **wanted)
     except TypeError as error:
         raise ConfigError(f"transport {name!r} does not take the options {list(wanted)}: {error}") from error
-    return factory(endpoint, **wanted)
+    transport = factory(endpoint, **wanted)
+    return transport if transport.capabilities.keeps_deadlines else BoundedTransport(transport)
 
 
 def _find_factory(name: str) -> TransportFactory:
