@@ -167,3 +167,15 @@ def test_most_of_an_interleaved_share_moves_in_few_strided_copies():
     [piece, *_] = route.pieces()
     assert len(piece.boxes[0].tokens(128 << 10)) <= math.lcm(4, 32) // 4
     arrive(route, 1000, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", range(1, 17))
+def test_every_pair_of_tensor_parallel_sizes_arrives_byte_for_byte(num_heads):
+    for from_tp in range(1, 13):
+        for to_tp in range(1, 13):
+            route = Route.tp("a", "b", num_kv_heads=num_heads, from_tp=from_tp, to_tp=to_tp)
+            moved = arrive(route, 3, num_layers=1)
+            # Each of a piece's two tensors is padded to 64 bytes at most.
+            needed = sum(len(heads) for heads in route.target_heads) * 3 * 2 * HEAD_DIM * ITEM_NBYTES
+            assert needed <= moved < needed + 2 * 64 * len(route.pieces())

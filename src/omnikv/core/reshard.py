@@ -43,6 +43,8 @@ class Route:
     target_heads: tuple[HeadIds, ...] = ()
     source_boxes: tuple[Boxes, ...] = ()
     target_boxes: tuple[Boxes, ...] = ()
+    # Whether every rank holds all tokens of all layers: then a payload has no more to say than its heads.
+    is_plain: bool = field(init=False, repr=False, compare=False)
     # By target rank.
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -56,6 +58,7 @@ class Route:
         object.__setattr__(self, "target_boxes", target)
         object.__setattr__(self, "source_heads", tuple(map(_heads_of, source)))
         object.__setattr__(self, "target_heads", tuple(map(_heads_of, target)))
+        object.__setattr__(self, "is_plain", is_plain(source) and is_plain(target))
         object.__setattr__(self, "_pieces", _proven_pieces(source, target))
 
     @classmethod
@@ -113,11 +116,6 @@ class Route:
     @property
     def num_target_ranks(self) -> int:
         return len(self.target_boxes)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every rank holds all tokens of all layers: then a payload has no more to say than its heads."""
-        return is_plain(self.source_boxes) and is_plain(self.target_boxes)
 
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece of the handoff, ordered by target and then by source rank."""

@@ -25,12 +25,25 @@ class RowSource:
         self.dtype = tensor.dtype
         self.shape = (count(rows), len(head_positions), *tensor.shape[2:])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self._tensor.device
+
     def write_into(self, out: torch.Tensor) -> None:
+        self._write(out, non_blocking=False)
+
+    def queue_into(self, out: torch.Tensor) -> None:
+        """As `write_into`, but `out` is filled when the device's current stream has come to it."""
+        self._write(out, non_blocking=True)
+
+    def _write(self, out: torch.Tensor, *, non_blocking: bool) -> None:
         at = 0
         for stripe in self._rows:
             source, target = striped(self._tensor, stripe), _in_turns(out, at, stripe)
             for head, length in head_runs(self._heads):
-                target.narrow(2, head, length).copy_(source.narrow(2, self._heads[head], length))
+                part = source.narrow(2, self._heads[head], length)
+                target.narrow(2, head, length).copy_(part, non_blocking=non_blocking)
             at += stripe.size
 
 
