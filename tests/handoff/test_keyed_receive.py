@@ -330,6 +330,18 @@ def test_a_fault_that_consumed_nothing_may_be_tried_again_and_lost_payloads_may_
         fetch.require()
 
 
+def test_keys_that_could_not_be_built_are_no_better_at_a_second_try():
+    def broken(*_):
+        raise ZeroDivisionError("odd")
+
+    fetch = begin(Shelf({}), route(key_hook=broken))
+    fetch.retry()
+    fetch_until(fetch, until=0.0)
+    with pytest.raises(HandoffError, match="odd"):
+        fetch.require()
+    assert fetch.give_back()
+
+
 def test_another_route_is_asked_for_what_the_first_could_not_give():
     shelf = Shelf({PLAIN: ConnectionResetError("gone")})
     fetch = begin(shelf)

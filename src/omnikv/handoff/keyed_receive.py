@@ -172,8 +172,8 @@ class KeyedFetch:
             self.retry()
 
     def retry(self) -> None:
-        """Nothing; what failed, and consumed nothing that is lost, may be asked for again."""
-        if not self.is_lost:
+        """Nothing; what failed, and consumed nothing that is lost, may be asked for again; keys stay as they are."""
+        if self._state is not None and not self.is_lost:
             self.failure = None
 
     def acknowledge(self) -> None:
