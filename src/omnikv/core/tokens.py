@@ -11,6 +11,7 @@ whom before the first request.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ def telling_count(shares: Iterable[TokenShare]) -> int:
     chunks = math.lcm(*(share.num_chunks for share in distinct if isinstance(share, Chunks)))
     period = math.lcm(*(share.period for share in distinct if isinstance(share, Cyclic)))
     window = max((share.num_tokens for share in distinct if isinstance(share, LastTokens)), default=0)
-    return chunks * period * (window + 1)
+    return chunks * period * (window // period + 1)
 
 
 def without_windows(share: TokenShare) -> TokenShare:
@@ -274,13 +275,18 @@ def is_everything(rows: Stripes, num_rows: int) -> bool:
 
 def first_gap(needed: Stripes, held: Sequence[Stripes]) -> tuple[int, int] | None:
     """The first run of `needed` positions that none of `held` has, or None."""
-    covered = sorted(run for stripes in held for stripe in meet(needed, stripes) for run in stripe.runs())
-    at = 0
-    for start, stop in sorted(run for stripe in needed for run in stripe.runs()):
+    # One run after another, and no further than the gap: an interleaved share has more of them than need be kept.
+    covered = _merged_runs(stripe for stripes in held for stripe in meet(needed, stripes))
+    run = next(covered, None)
+    for start, stop in _merged_runs(needed):
         while start < stop:
-            while at < len(covered) and covered[at][1] <= start:
-                at += 1
-            if at == len(covered) or covered[at][0] > start:
-                return start, min(stop, covered[at][0]) if at < len(covered) else stop
-            start = covered[at][1]
+            while run is not None and run[1] <= start:
+                run = next(covered, None)
+            if run is None or run[0] > start:
+                return start, stop if run is None else min(stop, run[0])
+            start = run[1]
     return None
+
+
+def _merged_runs(stripes: Iterable[Stripe]) -> Iterator[tuple[int, int]]:
+    return heapq.merge(*(stripe.runs() for stripe in stripes))
