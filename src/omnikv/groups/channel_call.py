@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from operator import attrgetter
 
 from omnikv.core.messages import Ballot, Ruling
 from omnikv.errors import ConfigError, VerdictInDoubt
 
 MAX_KEY_CHARS = 1024
 
-_role_of = attrgetter("role")
-
 
 class Call:
     """One call's requests at this rank, and what came of them.
 
     `deadline` is the caller's, `due` is when waiting for them really ends, both on the monotonic clock; `left` is how
-    many of them have no ruling and are not in doubt either. It `is_usual` if every ballot is of the first round and has
-    every role, so that all are kept if all ranks cast the same.
+    many of them have no ruling and are not in doubt either. `hopes` are what `rule` comes to on each ballot if all
+    ranks cast the same, if every ballot is of the first round and has every role, and None otherwise.
     """
 
     # Every vote goes through here, right after other work: what it touches and where it goes, it finds cold in the
@@ -32,7 +29,6 @@ class Call:
         "due",
         "encoded",
         "hopes",
-        "is_usual",
         "keys",
         "left",
         "rulings",
@@ -46,53 +42,42 @@ class Call:
         Raises:
             ConfigError: a key is no text of 1 to 1024 characters, or comes twice.
         """
-        is_usual = True
         # A dict for its order; it must not hold the call itself, which would then be left to the garbage collector.
         keys: dict[str, None] = {}
+        hopes: list[Ruling] | None = []
+        known: dict[tuple[str, ...], Ruling] = {}
         for key, ballot in votes:
             if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
                 raise ConfigError(f"a vote's key must be a text of 1 to {MAX_KEY_CHARS} characters, got {key!r:.100}")
             keys[key] = None
-            if ballot.round:
-                is_usual = False
+            usable: tuple[str, ...] = ()
             for entry in ballot.roles:
+                usable += (entry.role,)
                 if entry.standing != "have":
-                    is_usual = False
+                    hopes = None
+            if ballot.round:
+                hopes = None
+            if hopes is not None:
+                ruling = known.get(usable)
+                if ruling is None:
+                    ruling = known[usable] = Ruling("keep", 0, usable)
+                hopes.append(ruling)
         if len(keys) < len(votes):
             raise ConfigError("the keys of ballots that are cast together must differ")
         self.votes = votes
         self.keys = keys
-        self.is_usual = is_usual
+        self.hopes = hopes
         self.left = len(keys)
         self.deadline = deadline
         self.due = deadline + grace_s
         self.rulings: dict[int, Ruling] = {}
         self.doubts: dict[int, str] = {}
-        # What its ledger notes while it holds the call whole: what is foreseen; at the leader also its ballots as
-        # bytes, and who cast the same so far.
-        self.hopes: list[Ruling] | None = None
+        # The leader's notes while it holds the call whole: its ballots as bytes, and who cast the same so far.
         self.encoded = b""
         self.alike: list[int] = []
         # Who sleeps until this call changes, and the set of calls that nobody waits for, while it is in there.
         self.bell: threading.Condition | None = None
         self.watch: set[Call] | None = None
-
-    def foresee(self) -> None:
-        """Nothing; works out, for a usual call, what `rule` comes to on each ballot if all ranks cast the same."""
-        known: dict[tuple[str, ...], Ruling] = {}
-        self.hopes = []
-        for _, ballot in self.votes:
-            usable = tuple(map(_role_of, ballot.roles))
-            ruling = known.get(usable)
-            if ruling is None:
-                ruling = known[usable] = Ruling("keep", 0, usable)
-            self.hopes.append(ruling)
-
-    def fulfil(self) -> None:
-        """Nothing; every request came to what was hoped for."""
-        self.left = 0
-        if self.bell is not None:
-            self.ring()
 
     def settle(self, index: int, ruling: Ruling) -> None:
         """Nothing; the ruling on one request of the call is here."""
@@ -126,7 +111,7 @@ class Call:
             VerdictInDoubt: one of them could not be learnt.
         """
         if not self.doubts:
-            if self.hopes is not None and not self.rulings:
+            if not self.rulings and self.hopes is not None:
                 return self.hopes
             return [self.rulings[index] for index in range(len(self.votes))]
         index, cause = next(iter(self.doubts.items()))

@@ -141,8 +141,7 @@ class _Door:
 
     def _hear(self, guest: _Guest) -> None:
         try:
-            for frame in guest.link.receive() or ():
-                self._take(guest, frame)
+            guest.link.receive(lambda _, frame: self._take(guest, frame))
         except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError) as error:
             guest.link.ended = str(error)
         if guest.link.ended is None:

@@ -28,12 +28,10 @@ class FollowerLedger(Ledger[FollowerState]):
 
     def cast(self, call: Call) -> None:
         message = self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, call.votes))
-        if not self._hold(call):
+        if self._hold(call):
+            self._report(message)
+        else:
             self._cast_each(call)
-            return
-        self._report(message)
-        # What can be put off until the others are at work, is.
-        call.foresee()
 
     def hear(self, rank: int, payload: bytes) -> None:
         try:
@@ -47,7 +45,9 @@ class FollowerLedger(Ledger[FollowerState]):
         call = self._whole.get(message.key)
         if call is not None:
             self._release(call)
-            call.fulfil()
+            call.left = 0
+            if call.bell is not None:
+                call.ring()
         elif not self.broken:
             # Once broken, this may answer a vote that is in doubt by now.
             raise RemoteProtocolError(f"it keeps what was cast with {message.key!r}, and no vote on that can be kept")

@@ -93,9 +93,9 @@ class LeaderLedger(Ledger[LeaderState]):
         kept = encode(Kept(call.votes[0][0]))
         for rank in call.alike:
             self._lines[rank](kept)
-        # The others are on their way by now.
-        call.foresee()
-        call.fulfil()
+        call.left = 0
+        if call.bell is not None:
+            call.ring()
 
     def _release(self, call: Call) -> None:
         super()._release(call)

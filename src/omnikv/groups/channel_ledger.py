@@ -138,8 +138,8 @@ class Ledger(ABC, Generic[State]):
         return buffer
 
     def _hold(self, call: Call) -> bool:
-        """Whether `call` is held whole from now on: it is usual, and nothing is known of its keys yet."""
-        if not call.is_usual:
+        """Whether `call` is held whole from now on: there is hope, and nothing is known of its keys yet."""
+        if call.hopes is None:
             return False
         whole, requests = self._whole, self._requests
         if whole or requests:

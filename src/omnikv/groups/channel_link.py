@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from omnikv.errors import RemoteProtocolError
+
 MAX_FRAME_NBYTES = 16 << 20
 MAX_QUEUED_NBYTES = 2 * MAX_FRAME_NBYTES
 # How long a queue may stand still.
@@ -87,28 +89,39 @@ class Link:
         except OSError as error:
             self.fail(f"sending to it failed: {error.strerror or error}")
 
-    def receive(self) -> list[bytes] | None:
-        """The frames that one read completes, None where there was nothing to read; sets `ended` at the end."""
+    def receive(self, take: Callable[[int, bytes], None]) -> bool:
+        """Whether there was something to read; gives `take` the rank and each frame that one read completes.
+
+        `ended` is set at the end, or when `take` raises `RemoteProtocolError`.
+        """
         try:
             data = self.connection.recv(_READ_NBYTES)
         except BlockingIOError:
-            return None
+            return False
         except ConnectionResetError:
             # It closed with something of ours unread; what it said before has been read by now.
             data = b""
         except OSError as error:
             self.ended = self._failure or f"the connection broke: {error.strerror or error}"
-            return None
+            return False
         if not data:
             self.ended = self._failure or "it closed its connection"
-            return None
-        if not self._inbox:
+            return False
+        try:
             # One whole frame and nothing else is how nearly all of them come.
-            length = int.from_bytes(data[:LENGTH_NBYTES], "big")
-            if length == len(data) - LENGTH_NBYTES and length <= self._max_frame_nbytes:
-                return [data[LENGTH_NBYTES:]]
-        self._inbox += data
-        return self._cut_frames()
+            if (
+                not self._inbox
+                and int.from_bytes(data[:LENGTH_NBYTES], "big") == len(data) - LENGTH_NBYTES
+                and len(data) <= self._max_frame_nbytes
+            ):
+                take(self.rank, data[LENGTH_NBYTES:])
+            else:
+                self._inbox += data
+                for frame in self._cut_frames():
+                    take(self.rank, frame)
+        except RemoteProtocolError as error:
+            self.ended = str(error)
+        return True
 
     def fail(self, reason: str) -> None:
         """Nothing; gives the peer up: no more is sent, and what it sent before is all that is read."""

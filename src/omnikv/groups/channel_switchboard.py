@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from omnikv.errors import LocalProtocolError, RemoteProtocolError, VerdictInDoubt
+from omnikv.errors import LocalProtocolError, VerdictInDoubt
 from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
 from omnikv.groups.channel_leader import LeaderLedger
@@ -176,6 +176,7 @@ class Switchboard:
             self._is_polled = False
         if self._is_closed:
             return
+        hear = self._ledger.hear
         for fd, mask in events:
             link = self._by_fd.get(fd)
             if link is None:
@@ -185,21 +186,9 @@ class Switchboard:
             if mask & _HAS_ROOM:
                 self._flush(link)
             if mask != _HAS_ROOM:
-                self._read(link)
-
-    def _read(self, link: Link) -> bool:
-        """Whether the peer said anything; takes it, or notes that it is gone."""
-        frames = link.receive()
-        if frames:
-            try:
-                for frame in frames:
-                    self._ledger.hear(link.rank, frame)
-            except RemoteProtocolError as error:
-                link.ended = str(error)
-        if link.ended is not None:
-            self._drop(link, link.ended)
-            return False
-        return frames is not None
+                link.receive(hear)
+                if link.ended is not None:
+                    self._drop(link, link.ended)
 
     def _drop(self, link: Link, cause: str) -> None:
         log.info("rank %d: rank %d is gone: %s", self._rank, link.rank, cause)
@@ -212,8 +201,10 @@ class Switchboard:
         """Nothing; reads what was said in time, and then lets the time of `call` be over."""
         for link in tuple(self._links.values()):
             for _ in range(LAST_READS):
-                if not self._read(link):
+                if link.ended is not None or not link.receive(self._ledger.hear):
                     break
+            if link.ended is not None:
+                self._drop(link, link.ended)
         now = time.monotonic()
         if call.left and call.due <= now:
             self._ledger.expire(call, now)
