@@ -25,8 +25,8 @@ PROGRAM = Path(__file__).with_name("rank_process.py")
 class RankProcess:
     """A process that serves one rank; `call` waits for its answer, `begin` and `finish` are its two halves."""
 
-    def __init__(self, namespace, side, rank, peers):
-        arguments = json.dumps([namespace, side, rank, list(peers)])
+    def __init__(self, namespace, side, rank, peers, terms):
+        arguments = json.dumps([namespace, side, rank, list(peers), terms])
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), arguments],
             stdin=subprocess.PIPE,
@@ -70,14 +70,22 @@ class World:
     def payload(self, transfer_id, source=0, target=0):
         return PayloadId(edge=self.edge, transfer_id=transfer_id, source_rank=source, target_rank=target)
 
-    def open(self, side, rank=0, peers=(0,), facts=None, **options):
-        endpoint = Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, facts=facts or {})
+    def open(self, side, rank=0, peers=(0,), facts=None, reader=0, num_readers=1, **options):
+        endpoint = Endpoint(
+            edge=self.edge,
+            side=side,
+            rank=rank,
+            peer_ranks=peers,
+            facts=facts or {},
+            reader=reader,
+            num_readers=num_readers,
+        )
         transport = ShmTransport(endpoint, **options)
         self._stack.callback(transport.close)
         return transport
 
-    def spawn(self, side, rank=0, peers=(0,)):
-        process = RankProcess(self.edge.namespace, side, rank, peers)
+    def spawn(self, side, rank=0, peers=(0,), **terms):
+        process = RankProcess(self.edge.namespace, side, rank, peers, terms)
         self._stack.callback(process.end)
         return process
 
