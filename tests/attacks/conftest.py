@@ -67,7 +67,7 @@ def attacked():
 @pytest.fixture
 def hurried(monkeypatch):
     """A pair whose source gives a greeting half a second."""
-    monkeypatch.setattr("omnikv.transports.tcp.GREETING_S", 0.5)
+    monkeypatch.setattr("omnikv.transports.proved_sockets.GREETING_S", 0.5)
     with contextlib.ExitStack() as stack:
         yield Attacked(stack).open()
 

@@ -62,7 +62,7 @@ def test_more_announcements_than_allowed_end_the_peer(attacked):
 
 
 def test_a_peer_that_never_reads_is_cut_off(attacked, monkeypatch):
-    monkeypatch.setattr("omnikv.transports.tcp_link.MAX_QUEUED_NBYTES", 1 << 16)
+    monkeypatch.setattr("omnikv.transports.proved_link.MAX_QUEUED_NBYTES", 1 << 16)
     deaf = attacked.caller(attacked.address, rank=1)
     deaf.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     deaf.enter()

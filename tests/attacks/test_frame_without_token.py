@@ -4,8 +4,8 @@ import pytest
 
 from omnikv.core.authentication import OPENING_NBYTES, Rejected, call
 from omnikv.core.messages import Want
+from omnikv.transports.proved_link import encode
 from omnikv.transports.stream_frames import frame
-from omnikv.transports.tcp_link import encode
 
 WANT = frame(encode(Want(1, "r1", "primary", 0, False)))
 

@@ -4,8 +4,8 @@ import socket
 
 from omnikv.core.authentication import call
 from omnikv.core.messages import Want
+from omnikv.transports.proved_link import encode
 from omnikv.transports.stream_frames import frame
-from omnikv.transports.tcp_link import encode
 
 
 def test_d29_half_a_message_and_an_end_is_an_end(attacked, ended):

@@ -12,10 +12,10 @@ from omnikv.core.keys import Edge, PayloadId
 from omnikv.core.messages import PROTOCOL_VERSION, Hello
 from omnikv.testing.conformance import NamedPair
 from omnikv.transports.base import Endpoint
+from omnikv.transports.proved_link import encode
 from omnikv.transports.shared_secret import user_secret
 from omnikv.transports.stream_frames import FrameCutter, frame
 from omnikv.transports.tcp import TcpTransport
-from omnikv.transports.tcp_link import encode
 
 
 def free_address(host="127.0.0.1"):

@@ -1,9 +1,9 @@
 """The transport between hosts: payloads travel over TCP connections whose ends have proved themselves.
 
-Theory of operation. A source listens (`tcp_door`); a target calls each of its sources, and calls again while there is
-none. On every connection both sides first prove that they know one secret (`omnikv.core.authentication` and
-`tcp_greeting`), over TLS where that is configured; before that nothing is decoded, remembered or answered beyond a
-fixed number of bytes. Over the proved *control link* (`tcp_link`) they say Hello and judge each other's facts, and
+Theory of operation. A source listens (`proved_door`); a target calls each of its sources, and calls again while there
+is none. On every connection both sides first prove that they know one secret (`omnikv.core.authentication` and
+`proved_greeting`), over TLS where that is configured; before that nothing is decoded, remembered or answered beyond a
+fixed number of bytes. Over the proved *control link* (`proved_link`) they say Hello and judge each other's facts, and
 speak as over every transport: Want, Over, Ack, Return (`wants`, `offers`).
 
 A payload itself never travels over the control link, so that nothing that is said waits behind bytes. The target opens
@@ -21,38 +21,30 @@ lane, after the same time. Each process is told from its earlier life, so nothin
 
 from __future__ import annotations
 
-import math
 import os
-import socket
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar
 
-from omnikv.core.authentication import LIFE_NBYTES, NONCE_NBYTES, Claim, digest_edge
-from omnikv.errors import ConfigError, TransportUnavailable
-from omnikv.transports.base import Capabilities, Endpoint, Seat
+from omnikv.core.authentication import Claim
+from omnikv.errors import ConfigError
+from omnikv.transports.base import Capabilities, Endpoint
 from omnikv.transports.links import Link
 from omnikv.transports.pair import PairTransport
-from omnikv.transports.pairing import describe
-from omnikv.transports.shared_secret import SECRET_VARIABLE, SecretCallback, find_secret, user_secret
+from omnikv.transports.proved_address import DEFAULT_LISTEN, Peers
+from omnikv.transports.proved_door import LaneCall
+from omnikv.transports.proved_sockets import DEFAULT_DEAD_AFTER_S, Meeting, ProvedSockets
+from omnikv.transports.proved_stream import Stream
+from omnikv.transports.shared_secret import SecretCallback
 from omnikv.transports.shm_pool import DEFAULT_SEGMENT_NBYTES, Pool
-from omnikv.transports.tcp_address import DEFAULT_LISTEN, Address, PeerBook, Peers, is_loopback, parse_address
-from omnikv.transports.tcp_address import listen as listen_at
-from omnikv.transports.tcp_door import MAX_GREETING, LaneCall, TcpDoor
-from omnikv.transports.tcp_greeting import Identity
 from omnikv.transports.tcp_lanes import LaneThread
-from omnikv.transports.tcp_link import TcpLink
+from omnikv.transports.tcp_messages import ToTargetStreamed
 from omnikv.transports.tcp_shelf import MAX_LANES_A_PEER, TcpShelf
-from omnikv.transports.tcp_stream import Stream
 from omnikv.transports.tcp_window import TcpWindow
-from omnikv.transports.tls import Tls, as_tls
+from omnikv.transports.tls import Tls
 from omnikv.transports.wants import Wants
 
 DEFAULT_LANES = 2
-DEFAULT_DEAD_AFTER_S = 10.0
-GREETING_S = 10.0
 
 
 class TcpTransport(PairTransport):
@@ -97,26 +89,18 @@ class TcpTransport(PairTransport):
         lanes: int = DEFAULT_LANES,
         dead_after_s: float = DEFAULT_DEAD_AFTER_S,
     ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise TransportUnavailable(f"tcp: needs Linux, this is {sys.platform}", transport=self.name)
         if isinstance(lanes, bool) or not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES_A_PEER:
             raise ConfigError(f"tcp: lanes must be 1 to {MAX_LANES_A_PEER}, got {lanes!r}")
-        if not isinstance(dead_after_s, (int, float)) or not 1 <= dead_after_s < math.inf:
-            raise ConfigError(f"tcp: dead_after_s must be a finite number of seconds, 1 or more, got {dead_after_s!r}")
+        meeting = Meeting(
+            listen=listen, peers=peers, secret=secret, secret_file=secret_file, tls=tls, dead_after_s=dead_after_s
+        )
+        self._sockets = ProvedSockets(endpoint, meeting, self, to_target=ToTargetStreamed)
         is_source = endpoint.side == "source"
-        book = PeerBook(peers)
-        wanted = parse_address(listen, "listen")
-        reached = [wanted] if is_source else book.known()
-        identity = _identity_of(endpoint, reached, find_secret(secret, secret_file, os.environ), as_tls(tls))
         setting, nbytes = ("pool_nbytes", pool_nbytes) if is_source else ("landing_nbytes", landing_nbytes)
         self._pool = Pool(nbytes, segment_nbytes, transport=self.name, setting=setting)
-        if not is_source:
-            for rank in endpoint.peer_ranks if book.is_table else ():
-                book.find(rank)
         self._num_lanes = lanes
         self._dead_after_s = float(dead_after_s)
         self._lanes: LaneThread | None = None
-        self._sockets = TcpSockets(endpoint, identity, wanted, book, self._dead_after_s, self)
         with ExitStack() as on_failure:
             on_failure.callback(self._close_lanes)
             super().__init__(endpoint, self._sockets, shelf=self._open_shelf, window=self._open_window)
@@ -189,86 +173,3 @@ class TcpTransport(PairTransport):
     def _break_down(self, fault: BaseException) -> None:
         with self._lock:
             self._sockets.door.break_down(fault)
-
-
-class TcpSockets:
-    """The TCP sockets of one end. `transport` takes what becomes of them."""
-
-    max_strangers = MAX_GREETING
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        identity: Identity,
-        wanted: Address,
-        peers: PeerBook,
-        dead_after_s: float,
-        transport: TcpTransport,
-    ) -> None:
-        self.door: TcpDoor
-        self.address = ""
-        self._endpoint = endpoint
-        self._identity = identity
-        self._wanted = wanted
-        self._peers = peers
-        self._dead_after_s = dead_after_s
-        self._transport = transport
-
-    def open_door(
-        self,
-        adopt: Callable[[socket.socket, Seat | None], None],
-        count: Callable[[str, str], None],
-        wake: Callable[[], None],
-    ) -> TcpDoor:
-        """The door: open at a source, and shut at a target, which calls.
-
-        Raises:
-            TransportError: the address is taken, or this host has no such address.
-        """
-        listener = None
-        if self._endpoint.side == "source":
-            listener = listen_at(self._endpoint, self._wanted)
-            self.address = str(Address(self._wanted.host, listener.getsockname()[1]))
-        self.door = TcpDoor(
-            self._endpoint,
-            self._identity,
-            listener,
-            self._peers,
-            greeting_s=GREETING_S,
-            dead_after_s=self._dead_after_s,
-            adopt=adopt,
-            count=count,
-            wake=wake,
-            transport=self._transport,
-        )
-        return self.door
-
-    def open_link(self, connection: socket.socket, seat: Seat | None, watch: Callable[[Link], None]) -> TcpLink:
-        """The link over one connection, which greets before anything else."""
-        return self.door.open_link(connection, seat, watch)
-
-
-def _identity_of(endpoint: Endpoint, reached: list[Address], secret: bytes | None, tls: Tls | None) -> Identity:
-    exposed = [address for address in reached if not is_loopback(address.host)]
-    if exposed and secret is None and tls is None:
-        raise ConfigError(
-            f"tcp: {describe(endpoint)} is to use {exposed[0]}, which others than this host can reach, with nothing to "
-            f"tell who may connect: set {SECRET_VARIABLE} (or secret_file=, secret=) to one secret at all ranks, or "
-            "give tls="
-        )
-    claim = Claim(
-        purpose="control",
-        side=endpoint.side,
-        rank=endpoint.rank,
-        reader=endpoint.reader,
-        edge=digest_edge(endpoint.edge.encode()),
-        life=os.urandom(LIFE_NBYTES),
-    )
-    return Identity(
-        claim=claim,
-        secret=b"" if secret is None and tls is not None else secret or user_secret(),
-        is_users_own=secret is None and tls is None,
-        accepting=None if tls is None else tls.accepting(),
-        calling=None if tls is None else tls.calling(),
-        nonce=partial(os.urandom, NONCE_NBYTES),
-    )

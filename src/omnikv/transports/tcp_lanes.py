@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from omnikv.errors import RemoteProtocolError
-from omnikv.transports.tcp_stream import Stream
+from omnikv.transports.proved_stream import Stream
 
 log = logging.getLogger("omnikv.tcp")
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omnikv.errors import RemoteProtocolError
+from omnikv.transports.proved_door import LaneCall
+from omnikv.transports.proved_link import ProvedLink
+from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shm_pool import Room
 from omnikv.transports.stream_frames import frame
-from omnikv.transports.tcp_door import LaneCall
 from omnikv.transports.tcp_lanes import Lane
-from omnikv.transports.tcp_link import TcpLink
 from omnikv.transports.tcp_messages import PIECE, PIECE_NBYTES, Pull, Stop
-from omnikv.transports.tcp_stream import Stream
 
 if TYPE_CHECKING:
     from omnikv.transports.tcp_window import TcpWindow
@@ -30,7 +30,7 @@ class Transfer:
     `lease` is None until the source has published it. The lane thread owns everything else once it has begun.
     """
 
-    def __init__(self, number: int, link: TcpLink, ask: int, token: int, nbytes: int, lease: int | None) -> None:
+    def __init__(self, number: int, link: ProvedLink, ask: int, token: int, nbytes: int, lease: int | None) -> None:
         self.number = number
         self.link = link
         self.ask = ask
@@ -74,8 +74,8 @@ class PullingLane(Lane):
 
     @property
     def is_owed(self) -> bool:
-        """Whether the source should be sending something: a piece that it began."""
-        return bool(self._rest) or bool(self._out)
+        """Whether the source should be sending something: the rest of a piece, or a payload that it has leased."""
+        return bool(self._rest) or bool(self._out) or any(pull.lease is not None for pull in self._pulled.values())
 
     def pull(self, transfer: Transfer) -> None:
         """Nothing; asks for what the transfer still lacks."""

@@ -23,12 +23,12 @@ import msgspec
 from omnikv.core.authentication import Claim
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
+from omnikv.transports.proved_link import ProvedLink
+from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shm_pool import Pool, Room
 from omnikv.transports.stream_frames import FrameCutter
 from omnikv.transports.tcp_lanes import Lane, LaneThread
-from omnikv.transports.tcp_link import TcpLink
 from omnikv.transports.tcp_messages import MAX_PULL_NBYTES, PIECE, PIECE_NBYTES, Coming, FromPuller, Leased, Pull
-from omnikv.transports.tcp_stream import Stream
 
 # How much of one lane goes out before the others get their turn.
 TURN_NBYTES = 4 << 20
@@ -143,7 +143,7 @@ class TcpShelf:
     def lane_up(self, stream: Stream, peer: Claim, count: Callable[[str, str], None]) -> None:
         """Nothing; takes a proved lane, where the target that it belongs to is connected. Call with the lock."""
         for link, lanes in self._open_lanes.items():
-            assert isinstance(link, TcpLink)
+            assert isinstance(link, ProvedLink)
             claim = link.claim
             if claim is not None and (claim.life, claim.rank, claim.reader) == (peer.life, peer.rank, peer.reader):
                 if len(lanes) >= MAX_LANES_A_PEER:
@@ -236,7 +236,7 @@ class _Send:
 class ServingLane(Lane):
     """A lane at a source: pulls come in, pieces go out."""
 
-    def __init__(self, stream: Stream, link: TcpLink, shelf: TcpShelf) -> None:
+    def __init__(self, stream: Stream, link: ProvedLink, shelf: TcpShelf) -> None:
         super().__init__(stream, link.who)
         self._link = link
         self._shelf = shelf

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from omnikv.core.messages import Return
 from omnikv.errors import PutRejected, RemoteProtocolError, TransportError
 from omnikv.transports.links import Link
+from omnikv.transports.proved_door import LaneCall, ProvedDoor
+from omnikv.transports.proved_link import ProvedLink
+from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shm_pool import Pool, Room
-from omnikv.transports.tcp_door import LaneCall, TcpDoor
 from omnikv.transports.tcp_lanes import LaneThread
-from omnikv.transports.tcp_link import TcpLink
 from omnikv.transports.tcp_messages import Coming, Leased
 from omnikv.transports.tcp_pull import PullingLane, Transfer
-from omnikv.transports.tcp_stream import Stream
 from omnikv.transports.wants import Wants
 from omnikv.transports.window import Arrival
 
@@ -38,7 +38,7 @@ class LaneDoor(Protocol):
     """Who opens lanes."""
 
     @property
-    def door(self) -> TcpDoor: ...
+    def door(self) -> ProvedDoor: ...
 
 
 class TcpWindow:
@@ -74,7 +74,7 @@ class TcpWindow:
         Raises:
             RemoteProtocolError: the source says something else, or offers one ask two payloads at once.
         """
-        assert isinstance(link, TcpLink)
+        assert isinstance(link, ProvedLink)
         transfers = self._transfers[link]
         if isinstance(message, Coming):
             if message.nbytes and message.ask not in transfers and self._wants.is_expected(link, message.ask):
@@ -97,7 +97,7 @@ class TcpWindow:
 
     def link_ready(self, link: Link) -> None:
         """Nothing; opens lanes to the source."""
-        assert isinstance(link, TcpLink)
+        assert isinstance(link, ProvedLink)
         self._transfers[link] = {}
         self._lanes[link] = {}
         for number in range(self._num_lanes):
@@ -158,7 +158,7 @@ class TcpWindow:
     def _wants(self) -> Wants:
         return self._find_wants()
 
-    def _begin(self, link: TcpLink, ask: int, token: int, nbytes: int, lease: int | None) -> None:
+    def _begin(self, link: ProvedLink, ask: int, token: int, nbytes: int, lease: int | None) -> None:
         transfer = Transfer(self._next_pull, link, ask, token, nbytes, lease)
         self._next_pull += 1
         self._transfers[link][ask] = transfer
