@@ -1,6 +1,5 @@
 """Neighbouring blocks move as one run, scattered ones by one gather; both bring the same tokens."""
 
-import ctypes
 import random
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from omnikv.core.layout import Layout
 from omnikv.tensors import block_span
 from omnikv.tensors.blocks import PagedKV
+from omnikv.tensors.fill import move_all
 
 BLOCK, HEADS, DIM, POOL = 4, 2, 8, 64
 CACHE = torch.arange(2 * POOL * BLOCK * HEADS * DIM, dtype=torch.float32).view(2, POOL, BLOCK, HEADS, DIM)
@@ -27,18 +27,19 @@ def gathered(paged, heads=None):
     return outs
 
 
-@pytest.fixture
-def moves(monkeypatch):
-    """How many bytes each copy by address moved."""
-    sizes: list[int] = []
+def moves_of(source, address=0):
+    """The moves that a source names, or None where it names none."""
+    moves = []
+    return moves if source.add_moves(address, moves) else None
 
-    def move(target, source, nbytes):
-        sizes.append(nbytes)
-        return memmove(target, source, nbytes)
 
-    memmove = ctypes.memmove
-    monkeypatch.setattr(ctypes, "memmove", move)
-    return sizes
+def moved(paged):
+    """What `gathered` gives, by the moves that the sources name."""
+    outs = []
+    for source in paged.layer_sources()[0]:
+        outs.append(torch.full(source.shape, -1.0, dtype=source.dtype))
+        move_all(moves_of(source, outs[-1].data_ptr()))
+    return outs
 
 
 TOKEN_NBYTES = HEADS * DIM * 4
@@ -56,17 +57,19 @@ TOKEN_NBYTES = HEADS * DIM * 4
         ([*range(5, 9), 3], 18, [16, 2]),
     ],
 )
-def test_neighbouring_blocks_are_one_move_that_ends_with_the_last_token(moves, ids, tokens, lengths):
-    outs = gathered(PagedKV([CACHE], ids, tokens, STACKED))
-    assert all(map(torch.equal, outs, expected(ids, tokens)))
-    assert moves == [length * TOKEN_NBYTES for length in lengths] * 2
+def test_neighbouring_blocks_are_one_move_that_ends_with_the_last_token(ids, tokens, lengths):
+    paged = PagedKV([CACHE], ids, tokens, STACKED)
+    assert all(map(torch.equal, gathered(paged), expected(ids, tokens)))
+    assert all(map(torch.equal, moved(paged), expected(ids, tokens)))
+    for source in paged.layer_sources()[0]:
+        assert [nbytes for _, _, nbytes in moves_of(source)] == [length * TOKEN_NBYTES for length in lengths]
 
 
-def test_scattered_blocks_are_gathered_at_once(moves):
+def test_scattered_blocks_are_gathered_at_once():
     ids = random.Random(0).sample(range(0, POOL, 2), 20)
-    outs = gathered(PagedKV([CACHE], ids, 77, STACKED))
-    assert all(map(torch.equal, outs, expected(ids, 77)))
-    assert moves == []
+    paged = PagedKV([CACHE], ids, 77, STACKED)
+    assert all(map(torch.equal, gathered(paged), expected(ids, 77)))
+    assert [moves_of(source) for source in paged.layer_sources()[0]] == [None, None]
 
 
 @pytest.mark.parametrize("heads", [(1,), (1, 0)])
@@ -94,12 +97,11 @@ def test_every_layout_gives_runs_as_it_gives_scattered_blocks(layout, monkeypatc
     assert all(map(torch.equal, by_runs, by_blocks))
 
 
-def test_runs_are_converted_where_the_place_has_another_dtype(moves):
+def test_runs_are_converted_where_the_place_has_another_dtype():
     (layer,) = PagedKV([CACHE], range(10, 30), 77, STACKED).layer_sources()
     out = torch.empty(layer.key.shape, dtype=torch.float64)
     layer.key.write_into(out)
     assert torch.equal(out, expected(range(10, 30), 77)[0].double())
-    assert moves == []
 
 
 def test_a_place_that_is_not_in_one_piece_is_filled_too():

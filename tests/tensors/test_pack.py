@@ -114,6 +114,9 @@ def test_packing_writes_each_tensor_once_straight_into_the_buffer():
             written.append((out.data_ptr() - address(buffer), out.nbytes))
             super().write_into(out)
 
+        def add_moves(self, address, moves):
+            return False
+
     written: list[tuple[int, int]] = []
     sources = [LayerSource(Recorded(random((4, 2, 3))), Recorded(random((4, 2, 3)))) for _ in range(3)]
     planned = plan_payload(request_id="r", layers=sources, checksum=True)

@@ -13,7 +13,6 @@ runs there, and only its result crosses the bus.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,7 +24,7 @@ from omnikv.core.layout import Layout
 from omnikv.errors import ConfigError
 from omnikv.tensors.block_span import TokenRun, TokenSpan, plan_span
 from omnikv.tensors.convert import converted, name_of
-from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, head_runs
+from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, Move, head_runs, is_plain
 from omnikv.tensors.layouts import BlockViews, LayerCache, layer_views
 from omnikv.tensors.quantised import Scale, dequantise, scale_entry, split_scales
 
@@ -136,6 +135,16 @@ class BlockSource:
         """Where the blocks are."""
         return self._blocks.device
 
+    def add_moves(self, address: int, moves: list[Move]) -> bool:
+        """As `HostSource`."""
+        blocks, span = self._blocks, self._span
+        if self._runs is not None or not span.is_in_few_runs or not is_plain(blocks):
+            return False
+        origin, token_nbytes = blocks.data_ptr(), blocks.stride(1) * blocks.element_size()
+        for at, start, length in span.runs:
+            moves.append((address + at * token_nbytes, origin + start * token_nbytes, length * token_nbytes))
+        return True
+
     def write_into(self, out: torch.Tensor) -> None:
         self._write(out, non_blocking=False)
 
@@ -171,13 +180,6 @@ class BlockSource:
 
 
 def _move_runs(blocks: torch.Tensor, out: torch.Tensor, runs: Sequence[TokenRun], non_blocking: bool) -> None:
-    """Copies the runs of contiguous blocks; by address where nothing but bytes has to move, which costs the least."""
-    if blocks.is_cpu and out.is_cpu and blocks.dtype == out.dtype and out.is_contiguous():
-        source, target = blocks.data_ptr(), out.data_ptr()
-        token_nbytes = out.nbytes // out.shape[0]
-        for at, start, length in runs:
-            ctypes.memmove(target + at * token_nbytes, source + start * token_nbytes, length * token_nbytes)
-        return
     tokens = blocks.flatten(0, 1)
     for at, start, length in runs:
         out.narrow(0, at, length).copy_(tokens.narrow(0, start, length), non_blocking=non_blocking)

@@ -6,18 +6,19 @@ threads copy the rest.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
 from omnikv.config import MAX_PACK_THREADS
-from omnikv.tensors.kv import DeviceSource, TensorSource
+from omnikv.tensors.kv import DeviceSource, Move, TensorSource
 from omnikv.tensors.lanes import device_of, have_streams, own_lane
 
 Job = tuple[TensorSource, torch.Tensor]
@@ -25,6 +26,12 @@ Job = tuple[TensorSource, torch.Tensor]
 # From here on a second thread pays for its wake-up; below, a warm core is faster alone.
 PARALLEL_NBYTES = 4 << 20
 _HOST = torch.device("cpu")
+_Item = TypeVar("_Item")
+# Smaller moves take less time than letting another thread of the interpreter run, and waiting for it, would.
+_SMALL_NBYTES = 64 << 10
+_move_at_once = ctypes.PyDLL(None).memmove
+_move_at_once.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_at_once.restype = None
 
 
 class PackingThreads:
@@ -100,18 +107,47 @@ def fill(jobs: Sequence[Job], threads: int | None = None, written: Written = no_
             written(out)
 
 
+def move_all(
+    moves: Sequence[Move], threads: int | None = None, written: Callable[[int, int], None] | None = None
+) -> None:
+    """Nothing; every move is then done.
+
+    Threads as in `fill`. `written` hears of each large move that is done, where it begins and ends, from the thread
+    that did it.
+    """
+
+    def move(queue: deque[Move]) -> None:
+        for target, origin, nbytes in _taken_from(queue):
+            if nbytes < _SMALL_NBYTES:
+                _move_at_once(target, origin, nbytes)
+                continue
+            ctypes.memmove(target, origin, nbytes)
+            if written is not None:
+                written(target, target + nbytes)
+
+    _share(deque(moves), move, sum(nbytes for _, _, nbytes in moves), threads)
+
+
 def _copy(jobs: Sequence[Job], threads: int | None, written: Written) -> None:
+    def write(queue: deque[Job]) -> None:
+        # Grad mode is a thread's own.
+        with torch.no_grad():
+            for source, out in _taken_from(queue):
+                source.write_into(out)
+                written(out)
+
+    _share(deque(jobs), write, sum(out.nbytes for _, out in jobs), threads)
+
+
+def _share(queue: deque[_Item], work: Callable[[deque[_Item]], None], nbytes: int, threads: int | None) -> None:
+    """Empties the queue by `work`, in as many threads as are wanted and worth it."""
     if threads is None:
-        is_large = sum(out.nbytes for _, out in jobs) >= PARALLEL_NBYTES
-        threads = min(2, len(os.sched_getaffinity(0))) if is_large else 1
-    _work_with(min(threads, len(jobs)) - 1, deque(jobs), written)
-
-
-def _work_with(num_helpers: int, queue: deque[Job], written: Written) -> None:
-    helpers = [PACKERS.submit(lambda: _work(queue, written)) for _ in range(num_helpers)]
+        threads = min(2, len(os.sched_getaffinity(0))) if nbytes >= PARALLEL_NBYTES else 1
+    num_helpers = min(threads, len(queue)) - 1
+    helpers = [PACKERS.submit(lambda: work(queue)) for _ in range(num_helpers)]
     begun: list[Future[None]] = []
     try:
-        _work(queue, written)
+        work(queue)
     finally:
         queue.clear()
         # Not begun: cancelled. Begun: it must have ended before the caller may reuse the memory.
@@ -121,13 +157,11 @@ def _work_with(num_helpers: int, queue: deque[Job], written: Written) -> None:
         helper.result()
 
 
-def _work(queue: deque[Job], written: Written) -> None:
-    # Grad mode is a thread's own as well.
-    with torch.no_grad():
-        while True:
-            try:
-                source, out = queue.popleft()
-            except IndexError:
-                return
-            source.write_into(out)
-            written(out)
+def _taken_from(queue: deque[_Item]) -> Iterator[_Item]:
+    """The items that no other thread has taken, one at a time."""
+    while True:
+        try:
+            item = queue.popleft()
+        except IndexError:
+            return
+        yield item

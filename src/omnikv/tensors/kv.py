@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -37,6 +37,17 @@ class DeviceSource(TensorSource, Protocol):
         """As `write_into`, but `out` is filled only when the current stream of `device` has come to it."""
 
 
+# Bytes that move as they are: `(to this address, from that address, how many)`, both in this process.
+Move: TypeAlias = "tuple[int, int, int]"
+
+
+class HostSource(TensorSource, Protocol):
+    """A source that may lie in host memory in so few pieces that naming them is the fastest way to read it."""
+
+    def add_moves(self, address: int, moves: list[Move]) -> bool:
+        """Whether `moves` now has those that fill a place of this dtype at `address` too; False where it takes more."""
+
+
 class LayerSource(NamedTuple):
     """One layer's key and value, as sources still to be written."""
 
@@ -66,6 +77,14 @@ class DenseSource:
         """Where the tensor is."""
         return self._parts[0][1].device
 
+    def add_moves(self, address: int, moves: list[Move]) -> bool:
+        """As `HostSource`."""
+        tensor = self._parts[0][1]
+        if len(self._parts) > 1 or not is_plain(tensor):
+            return False
+        moves.append((address, tensor.data_ptr(), tensor.nbytes))
+        return True
+
     def write_into(self, out: torch.Tensor) -> None:
         self._write(out, non_blocking=False)
 
@@ -77,6 +96,11 @@ class DenseSource:
         for at, part in self._parts:
             place = out if part.shape == out.shape else out.narrow(1, at, part.shape[1])
             place.copy_(part, non_blocking=non_blocking)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are the bytes that lie, one after another, at its address in host memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def head_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:

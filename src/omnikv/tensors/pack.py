@@ -22,8 +22,8 @@ import xxhash
 
 from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
 from omnikv.errors import ConfigError, LocalProtocolError
-from omnikv.tensors.fill import Written, fill, no_one
-from omnikv.tensors.kv import DenseSource, LayerSource, TensorSource
+from omnikv.tensors.fill import Written, fill, move_all, no_one
+from omnikv.tensors.kv import DenseSource, LayerSource, Move, TensorSource
 from omnikv.tensors.unpack import (
     DTYPES,
     DecodedPayload,
@@ -71,17 +71,17 @@ class PayloadPlan:
             ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
             Exception: what a tensor's source raises; `buffer` then holds no payload.
         """
-        view = _as_target(buffer, self.nbytes)
+        view = contiguous_bytes(buffer)
+        room = _as_target(view, self.nbytes)
         start = len(self._head)
-        data = torch.frombuffer(view, dtype=torch.uint8)[start:]
-
-        def tell(tensor: torch.Tensor) -> None:
-            # One without elements lies nowhere.
-            if tensor.nbytes:
-                begin = start + tensor.data_ptr() - data.data_ptr()
-                written(begin, begin + tensor.nbytes)
-
-        self._write_data(data, threads, tell)
+        data = room[start:]
+        _zero_gaps(data, self.header.spans)
+        first = room.data_ptr()
+        moves = self._moves(first + start)
+        if moves is not None:
+            move_all(moves, threads, lambda begin, end: written(begin - first, end - first))
+        else:
+            self._fill(data, threads, lambda out: _tell(written, out, first))
         hasher = xxhash.xxh3_128(self._head)
         if self.header.scope == "all":
             hasher.update(view[start:])
@@ -98,13 +98,34 @@ class PayloadPlan:
         head = seal(self._head, xxhash.xxh3_128(self._head).hexdigest())
         payload = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         payload[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        self._write_data(payload[len(head) :])
+        data = payload[len(head) :]
+        _zero_gaps(data, self.header.spans)
+        self._fill(data)
         return payload
 
-    def _write_data(self, data: torch.Tensor, threads: int | None = None, written: Written = no_one) -> None:
-        for start, end in _gaps(self.header.spans):
-            data[start:end].zero_()
+    def _fill(self, data: torch.Tensor, threads: int | None = None, written: Written = no_one) -> None:
         fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)), threads, written)
+
+    def _moves(self, address: int) -> list[Move] | None:
+        """The moves that write all data from `address` on, or None where a source takes more than that."""
+        moves: list[Move] = []
+        for source, span in zip(self._sources, self.header.spans, strict=True):
+            add_moves = getattr(source, "add_moves", None)
+            if add_moves is None or not add_moves(address + span.offset, moves):
+                return None
+        return moves
+
+
+def _tell(written: Callable[[int, int], None], out: torch.Tensor, first: int) -> None:
+    # One without elements lies nowhere.
+    if out.nbytes:
+        begin = out.data_ptr() - first
+        written(begin, begin + out.nbytes)
+
+
+def _zero_gaps(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> None:
+    for start, end in _gaps(spans):
+        data[start:end].zero_()
 
 
 # What follows from shapes alone is worked out once for each shape of request.
@@ -310,15 +331,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _as_target(buffer: memoryview, nbytes: int) -> memoryview:
-    """`buffer` as flat bytes that a payload of `nbytes` can be written into."""
-    view = contiguous_bytes(buffer)
+def _as_target(view: memoryview, nbytes: int) -> torch.Tensor:
+    """Flat bytes as a tensor that a payload of `nbytes` can be written into."""
     if view.readonly or view.nbytes != nbytes:
         raise ConfigError(
             f"the payload needs a writable buffer of exactly {nbytes} bytes, got "
             f"{'a read-only' if view.readonly else 'a'} one of {view.nbytes}"
         )
-    address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-    if address % _ADDRESS_ALIGNMENT:
-        raise ConfigError(f"the payload's buffer must begin at a multiple of {_ADDRESS_ALIGNMENT}, got {address:#x}")
-    return view
+    room = torch.frombuffer(view, dtype=torch.uint8)
+    if room.data_ptr() % _ADDRESS_ALIGNMENT:
+        raise ConfigError(
+            f"the payload's buffer must begin at a multiple of {_ADDRESS_ALIGNMENT}, got {room.data_ptr():#x}"
+        )
+    return room
