@@ -176,18 +176,17 @@ def may_meet(one: TokenShare, other: TokenShare) -> bool:
 
 
 def telling_count(shares: Iterable[TokenShare]) -> int:
-    """A number of tokens at which shares that cover each other exactly do so at every larger one, and without windows
-    at every smaller one too.
+    """A number of tokens that tells for every other: shares that cover what they must there do so everywhere.
 
-    Each chunk is then a whole number of common periods and longer than every window. Chunks that meet end to end there
-    do so everywhere, because their ends are rounded alike; blocks that are dealt out within one period are dealt out in
-    all of them. In a request that is not longer than a window the window is everything: `without_windows` is that case.
+    Each chunk is then a whole number of common periods, one of which no window reaches. Chunks that meet end to end
+    there do so everywhere, because their ends are rounded alike; blocks that are dealt out within one period are dealt
+    out in all of them. A request that is no longer than a window is another case (`without_windows`): ask for both.
     """
     distinct = set(shares)
     chunks = math.lcm(*(share.num_chunks for share in distinct if isinstance(share, Chunks)))
     period = math.lcm(*(share.period for share in distinct if isinstance(share, Cyclic)))
     window = max((share.num_tokens for share in distinct if isinstance(share, LastTokens)), default=0)
-    return chunks * period * (window // period + 1)
+    return chunks * period * (window // period + 2)
 
 
 def without_windows(share: TokenShare) -> TokenShare:
