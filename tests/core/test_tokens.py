@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omnikv.core.tokens import (
@@ -90,7 +90,10 @@ def partitions():
     return whole | st.lists(shares(), min_size=1, max_size=3)
 
 
+@settings(max_examples=300)
 @given(st.lists(shares(), min_size=1, max_size=3), partitions())
+@example(needed=[Cyclic(5, 2, 1)], held=[LastTokens(8)])
+@example(needed=[LastTokens(1)], held=[Chunks(6, (0, 5))])
 def test_what_covers_the_telling_count_covers_every_count(needed, held):
     case = needed, held
 

@@ -186,7 +186,7 @@ def telling_count(shares: Iterable[TokenShare]) -> int:
     chunks = math.lcm(*(share.num_chunks for share in distinct if isinstance(share, Chunks)))
     period = math.lcm(*(share.period for share in distinct if isinstance(share, Cyclic)))
     window = max((share.num_tokens for share in distinct if isinstance(share, LastTokens)), default=0)
-    return chunks * period * (window // period + 2)
+    return chunks * period * (window // period + 2 if window else 1)
 
 
 def without_windows(share: TokenShare) -> TokenShare:
