@@ -57,6 +57,7 @@ def layer(heads=2, rows=6):
     [
         ([layer()], {"regions": ()}, r"sent layers 0-0 heads \[0, 1\] tokens"),
         ([layer()], {"num_tokens": 14}, r"sent layers 0-0 .* \[\(0, 6, 6, 1\)\], the route says .* \[\(0, 7, 7, 1\)\]"),
+        ([layer()], {"num_tokens": None}, "names regions without the number of tokens"),
         ([layer()], {"heads": (1, 0)}, r"sent heads \[1, 0\], the route says \[0, 1\]"),
         ([layer()] * 2, {}, "sent 2 layers for the 1 that it names"),
         ([layer(rows=5)], {}, r"layer 0 key has shape \[5, 2, 2\], expected \[6, 2, head_dim\]"),
@@ -66,9 +67,6 @@ def layer(heads=2, rows=6):
 )
 def test_a_part_that_is_not_what_the_route_says_is_refused(layers, stated, message):
     [piece, *_] = ROUTE.pieces_to(0)
-    if stated == {"regions": ()}:
-        # Then it reads as a part with all tokens, which this route's is not.
-        stated = {"regions": (), "num_tokens": None}
     identity, lease = sealed(piece, layers, **stated)
     with pytest.raises(RemoteProtocolError, match=f"source rank 0.*{message}"):
         read_part(identity, piece, lease, 0.0)
@@ -146,3 +144,11 @@ def test_layers_that_are_not_this_ranks_share_are_refused_before_anything_moves(
     cache = boxed_cache(boxes, TOKENS)
     with pytest.raises(ConfigError, match=message):
         own_layers((cache * 2)[:layers], boxes, num_tokens)
+
+
+def test_without_regions_the_tokens_are_counted_and_not_believed():
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=1)
+    [piece] = route.pieces()
+    identity, lease = sealed(piece, [layer(rows=5)], regions=(), num_tokens=99)
+    part = read_part(identity, piece, lease, 0.0)
+    assert assemble([part], route.target_boxes[0], "req").num_tokens == 5

@@ -89,7 +89,9 @@ def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV
     if len(pairs) < len(payload.layers) or not pairs:
         absent = next((at for at, layer in enumerate(payload.layers) if layer is None), 0)
         raise _unlike_route(payload, piece, f" sent no layer {absent}")
-    if extension is not None and extension.num_tokens is not None:
+    if _names_regions(payload):
+        if extension is None or extension.num_tokens is None:
+            raise _unlike_route(payload, piece, " names regions without the number of tokens of the request")
         return pairs, extension.num_tokens
     return pairs, pairs[0].key.shape[0] if pairs[0].key.ndim else 0
 
