@@ -1,9 +1,10 @@
-"""`python -m omnikv.bench same-host --sizes 64,256`, `agreement --ranks 2,4,8` or `plan`; each takes `--json FILE`."""
+"""`python -m omnikv.bench same-host`, `soak`, `agreement --ranks 2,4,8` or `plan`; each takes `--json FILE`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from omnikv.bench.plan import judge_plans, measure_plans, plans_to_json, plans_t
 from omnikv.bench.report import BAR_SIZES_MIB, SameHost, judge, to_json, to_text
 from omnikv.bench.same_host import hand_over_once, measure_size
 from omnikv.bench.small import measure_small
+from omnikv.bench.soak import run_soak, soak_to_json, soak_to_text
 from omnikv.bench.workload import Workload
 from omnikv.errors import OmniKVError
 
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = ", ".join(map(str, BAR_SIZES_MIB))
         parser.error(f"--check needs one of {sizes} among --sizes: the bars are set for them")
     given = sys.argv[1:] if arguments is None else arguments
-    run = {"same-host": run_same_host, "agreement": run_agreement, "plan": run_plan}[options.command]
+    runs = {"same-host": run_same_host, "soak": run_the_soak, "agreement": run_agreement, "plan": run_plan}
+    run = runs[options.command]
     try:
         return run(options, " ".join(["python -m omnikv.bench", *given]))
     except OmniKVError as error:
@@ -56,6 +59,10 @@ def build_parser() -> argparse.ArgumentParser:
     same_host.add_argument("--stream", type=_at_least(MIN_STREAM), default=4000, help="requests of 1 MiB in flight")
     same_host.add_argument("--no-huge", action="store_true", help=f"send no payload of {HUGE_MIB} MiB")
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
+    soak = commands.add_parser("soak", help="two processes for minutes, with kills, failures and aborts")
+    soak.add_argument("--minutes", type=_minutes, default=5.0, help="how long, e.g. 5 or 0.1")
+    soak.add_argument("--seed", type=int, default=1, help="decides sizes, content, failures and kills")
+    soak.add_argument("--json", type=_file_to_write, help="also write what was found to this file")
     agreement = commands.add_parser("agreement", help="verdicts among processes on this host, beside gloo's own means")
     agreement.add_argument("--ranks", type=_several(2), default=(2, 4, 8), help="numbers of ranks, e.g. 2,4,8")
     agreement.add_argument("--rounds", type=_at_least(MIN_VERDICTS), default=200, help="counted rounds, 25 or more")
@@ -93,6 +100,19 @@ def run_same_host(options: argparse.Namespace, command: str) -> int:
     return EXIT_BAR_MISSED if missed or not run.content_ok else EXIT_OK
 
 
+def run_the_soak(options: argparse.Namespace, command: str) -> int:
+    """The exit status: 1 where a payload was wrong, an outcome unexpected, or something was left.
+
+    Raises:
+        OmniKVError: a process hangs.
+    """
+    result = run_soak(60 * options.minutes, options.seed)
+    sys.stdout.write(soak_to_text(result, command))
+    if options.json is not None:
+        options.json.write_text(json.dumps(soak_to_json(result, command), indent=2) + "\n")
+    return EXIT_OK if result.passed else EXIT_BAR_MISSED
+
+
 def run_agreement(options: argparse.Namespace, command: str) -> int:
     """The exit status, after measuring, printing and writing what was asked for.
 
@@ -123,6 +143,13 @@ def _file_to_write(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return minutes
 
 
 def _several(least: int) -> Callable[[str], tuple[int, ...]]:
