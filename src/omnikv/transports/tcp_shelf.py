@@ -40,19 +40,37 @@ _decode = msgspec.msgpack.Decoder(FromPuller).decode
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """One payload's bytes. `written` are its ranges in the order in which they became final."""
+    """One payload's bytes. `written` are its ranges in the order in which they became final, in large pieces."""
 
     room: Room
     token: int
     written: list[tuple[int, int]] = field(default_factory=list)
+    # Ranges too small to be sent by themselves, where they begin and where they end: neighbours are joined.
+    small: dict[int, int] = field(default_factory=dict)
+    small_from_end: dict[int, int] = field(default_factory=dict)
     # Whether it is whole, and whether its life is over; `pins` counts the pulls that read it.
     is_whole: bool = False
     is_over: bool = False
     pins: int = 0
     shown_to: set[Link] = field(default_factory=set)
 
+    def wrote(self, begin: int, end: int) -> bool:
+        """Whether there is more to send by now: these bytes are final, and with their neighbours enough for a piece."""
+        begin = self.small_from_end.pop(begin, begin)
+        self.small.pop(begin, None)
+        after = self.small.pop(end, None)
+        if after is not None:
+            del self.small_from_end[after]
+            end = after
+        if end - begin < PIECE_NBYTES:
+            self.small[begin] = end
+            self.small_from_end[end] = begin
+            return False
+        self.written.append((begin, end))
+        return True
+
     def finish(self) -> None:
-        """Nothing; what was not written before is now."""
+        """Nothing; all that was not given to be sent before is now."""
         if not self.is_whole:
             at = 0
             for begin, end in [*sorted(self.written), (self.room.nbytes, self.room.nbytes)]:
@@ -91,9 +109,8 @@ class TcpShelf:
 
     def wrote(self, stretch: Stretch, begin: int, end: int) -> None:
         """Nothing; those bytes are final, and may travel before the rest is. Called without the lock."""
-        stretch.written.append((begin, end))
         with self._lock:
-            if stretch.pins:
+            if stretch.wrote(begin, end) and stretch.pins:
                 self._lanes.submit(self._go_on)
 
     def give(self, stretch: Stretch) -> None:
