@@ -140,7 +140,8 @@ class BlockSource:
         blocks, span = self._blocks, self._span
         if self._runs is not None or not span.is_in_few_runs or not is_plain(blocks):
             return False
-        origin, token_nbytes = blocks.data_ptr(), blocks.stride(1) * blocks.element_size()
+        # Of the sizes, not the strides: those of an empty value, as a latent has, are not 0.
+        origin, token_nbytes = blocks.data_ptr(), blocks.shape[2] * blocks.shape[3] * blocks.element_size()
         for at, start, length in span.runs:
             moves.append((address + at * token_nbytes, origin + start * token_nbytes, length * token_nbytes))
         return True
