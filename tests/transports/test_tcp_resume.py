@@ -9,7 +9,9 @@ import pytest
 from tcp_ends import TcpWorld
 from tcp_proxy import Proxy
 
-from omnikv.errors import ProducerFailed
+from omnikv.errors import ProducerFailed, RemoteProtocolError
+from omnikv.transports.tcp_messages import Pull
+from omnikv.transports.tcp_pull import Transfer
 
 SOON_S = 60.0
 MIB = 1 << 20
@@ -179,6 +181,36 @@ def test_a_small_payload_does_not_wait_for_large_ones(world, between):
     payload, lease = next(target.get_as_ready(wanted, deadline=time.monotonic() + SOON_S))
     assert payload.transfer_id == "small"
     lease.acknowledge()
+
+
+def test_a_payload_is_asked_for_once_although_it_was_queued_before_its_lane_stood(world, between):
+    """Asked for twice on one lane it came twice, and its first half counted for the whole."""
+    source, _, target = between()
+    put(world, source, "warm", 10)
+    get(world, target, "warm", 10)
+    (lanes,) = target._window._lanes.values()
+    said = []
+    lanes[1]._say = said.append
+    transfer = Transfer(99, lanes[1].call.link, 99, 99, 4 * MIB, 99)
+    lanes[1].pull(transfer)
+    lanes[1].pull(transfer)
+    assert said == [Pull(99, 99, 0)]
+
+
+def test_a_source_that_sends_a_piece_twice_is_not_believed(world, between):
+    source, _, target = between()
+    put(world, source, "warm", 10)
+    get(world, target, "warm", 10)
+    (lanes,) = target._window._lanes.values()
+    lanes[1]._say = lambda message: None
+    transfer = Transfer(99, lanes[1].call.link, 99, 99, 4 * MIB, 99)
+    transfer.room = target.pool.take(4 * MIB)
+    lanes[1].pull(transfer)
+    transfer.received.add(0, MIB)
+    with pytest.raises(RemoteProtocolError, match="0 to 1048576 have come already"):
+        lanes[1]._begin_piece(99, MIB // 2, MIB)
+    with pytest.raises(RemoteProtocolError, match="bytes 4194303 to 4194305 of 4194304"):
+        lanes[1]._begin_piece(99, 4 * MIB - 1, 2)
 
 
 def test_a_payload_that_can_never_be_received_says_what_to_raise(world):

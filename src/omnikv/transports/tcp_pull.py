@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from omnikv.core.ranges import ReceivedRanges
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.proved_door import LaneCall
 from omnikv.transports.proved_link import ProvedLink
@@ -41,14 +42,14 @@ class Transfer:
         self.lane_number = 0
         # The lane that brings it, while one does.
         self.lane: PullingLane | None = None
-        self.received_nbytes = 0
+        self.received = ReceivedRanges(nbytes)
         # Nobody wants it any more.
         self.is_over = False
 
     @property
     def is_whole(self) -> bool:
         """Whether every byte has come."""
-        return self.received_nbytes == self.nbytes
+        return self.received.is_whole
 
 
 class PullingLane(Lane):
@@ -64,6 +65,7 @@ class PullingLane(Lane):
         self._head_nbytes = 0
         # What the piece under way still lacks: its place, or scratch, and the transfer that it belongs to.
         self._rest: memoryview = memoryview(b"")
+        self._offset = 0
         self._transfer: Transfer | None = None
         self._scratch = memoryview(b"")
 
@@ -78,10 +80,12 @@ class PullingLane(Lane):
         return bool(self._rest) or bool(self._out) or any(pull.lease is not None for pull in self._pulled.values())
 
     def pull(self, transfer: Transfer) -> None:
-        """Nothing; asks for what the transfer still lacks."""
+        """Nothing; asks for what the transfer still lacks, unless a lane brings it already."""
+        if transfer.lane is not None:
+            return
         self._pulled[transfer.number] = transfer
         transfer.lane = self
-        self._say(Pull(transfer.number, transfer.token, transfer.received_nbytes))
+        self._say(Pull(transfer.number, transfer.token, transfer.received.received_nbytes))
 
     def stop(self, transfer: Transfer) -> None:
         """Nothing; not a byte more is written for this transfer, and the source is told that nobody wants the rest."""
@@ -140,7 +144,8 @@ class PullingLane(Lane):
             self._rest = self._rest[received:]
             transfer = self._transfer
             if transfer is not None:
-                transfer.received_nbytes += received
+                transfer.received.add(self._offset, self._offset + received)
+                self._offset += received
                 if transfer.is_whole:
                     self._pulled.pop(transfer.number, None)
                     self._transfer = transfer.lane = None
@@ -158,12 +163,9 @@ class PullingLane(Lane):
             self._pulled.pop(number)
             self._transfer = transfer.lane = None
             self._window.lost(transfer)
-        elif offset + nbytes > transfer.nbytes or transfer.received_nbytes + nbytes > transfer.nbytes:
-            raise RemoteProtocolError(
-                f"a piece of {nbytes} bytes at {offset} of a payload of {transfer.nbytes} bytes, of which "
-                f"{transfer.received_nbytes} have come"
-            )
         else:
+            transfer.received.check(offset, offset + nbytes)
+            self._offset = offset
             assert transfer.room is not None
             self._rest = transfer.room.view[offset : offset + nbytes]
 
