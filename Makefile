@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo pipeline test check spec bench slow format clean
+.PHONY: help demo pipeline engines test check spec bench slow interop format clean
 help:
 	@echo "make demo    a real language model, prefilled on 3 processes, decoded on 1 (about 3 minutes the first time)"
 	@echo "make pipeline  a model that reads on 2 processes and draws on 6, compared with one process (about a minute)"
@@ -21,6 +21,9 @@ demo: $(VENV)/.ready-demo
 
 pipeline: $(VENV)/.ready-cli
 	$(BIN)/omnikv pipeline --out image.png $(ARGS)
+
+# The engines of the fast networks, for the tests of the transports over them; without them those are skipped.
+engines: $(VENV)/.ready-mooncake $(VENV)/.ready-nixl
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

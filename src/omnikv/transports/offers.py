@@ -63,6 +63,13 @@ class Shelf(Protocol[Room]):
     def taken(self) -> None:
         """Rooms were taken; the time to tell targets what that changed."""
 
+    def handle(self, link: Link, message: Any) -> None:
+        """A target said something that is not said over every transport.
+
+        Raises:
+            RemoteProtocolError: it may not be said, or not now.
+        """
+
     def link_ready(self, link: Link) -> None:
         """A target is there that has seen nothing yet."""
 
@@ -245,6 +252,8 @@ class Offers(Generic[Room]):
             self._forget_ask(link, message.ask)
         elif isinstance(message, Interest):
             self._note_interest(link, message)
+        else:
+            self._shelf.handle(link, message)
         self._set_alarm()
 
     def stopped(self, error: BaseException | None) -> None:

@@ -18,6 +18,8 @@ ENTRY_POINT_GROUP = "omnikv.transports"
 _BUILT_IN = {
     "faulty": "omnikv.transports.faulty:FaultyTransport",
     "memory": "omnikv.transports.memory:MemoryTransport",
+    "mooncake": "omnikv.transports.mooncake:MooncakeTransport",
+    "nixl": "omnikv.transports.nixl:NixlTransport",
     "shm": "omnikv.transports.shm:ShmTransport",
     "tcp": "omnikv.transports.tcp:TcpTransport",
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from omnikv.core.messages import Ready, Retired, Segment
+from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
 from omnikv.transports.shm_link import ShmLink
 from omnikv.transports.shm_pool import Pool, Room
@@ -55,6 +57,14 @@ class ShmShelf:
                 if number in told:
                     told.remove(number)
                     link.send(Retired(number))
+
+    def handle(self, link: Link, message: Any) -> None:
+        """Never returns; a target says nothing here that is not said over every transport.
+
+        Raises:
+            RemoteProtocolError: always.
+        """
+        raise RemoteProtocolError(f"{message} is nothing that a target says here")
 
     def link_ready(self, link: Link) -> None:
         """A target that sees nothing yet."""

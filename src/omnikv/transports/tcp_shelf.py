@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -140,6 +141,14 @@ class TcpShelf:
     def taken(self) -> None:
         """Nothing; targets see no memory of this source, so none that made way for other memory either."""
         self._pool.pop_retired()
+
+    def handle(self, link: Link, message: Any) -> None:
+        """Never returns; a target says nothing here that is not said over every transport.
+
+        Raises:
+            RemoteProtocolError: always.
+        """
+        raise RemoteProtocolError(f"{message} is nothing that a target says here")
 
     def link_ready(self, link: Link) -> None:
         """A target that has been shown nothing."""

@@ -1,0 +1,69 @@
+"""What a transport asks of an engine that reads another process's memory on its own, and how engines say no."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EngineFault(Exception):
+    """An engine refused, or a read ended badly. `code` is the engine's own word or number for it, kept as it was."""
+
+    def __init__(self, call: str, code: object) -> None:
+        super().__init__(f"{call} ended with {code}")
+        self.code = code
+
+
+class Reading(Protocol):
+    """One read under way. Its destination belongs to the engine until `poll` says that it is over."""
+
+    def poll(self) -> bool:
+        """Whether every byte is here; asked again while it is not.
+
+        Raises:
+            EngineFault: it ended badly; nothing of it comes any more.
+        """
+
+
+class Engine(Protocol):
+    """The engine of one end. Any thread may call it; a call may block for as long as its network makes it.
+
+    `needs_serving` says that reads of this end's memory only go on while `serve` is called.
+    """
+
+    needs_serving: bool
+
+    def hail(self) -> bytes:
+        """What a peer must learn of this end before anything else."""
+
+    def register(self, address: int, nbytes: int) -> bytes:
+        """What a peer must learn besides to read this memory; empty where it need not. It stays until `unregister`.
+
+        Raises:
+            EngineFault: the engine does not take it.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Nothing; peers can read this memory no more, as far as the engine can prevent it."""
+
+    def learn(self, word: bytes) -> str:
+        """The name of the source that said `word`, the same for all that it says.
+
+        Raises:
+            EngineFault: it is nothing that this engine says.
+        """
+
+    def forget(self, source: str) -> None:
+        """Nothing; gives back what reading from `source` took."""
+
+    def start(self, source: str, local: int, remote: int, nbytes: int) -> Reading:
+        """A read of `nbytes` at the address `remote` of `source` into the address `local` here, registered both.
+
+        Raises:
+            EngineFault: it could not begin; nothing of it comes.
+        """
+
+    def serve(self) -> bool:
+        """Whether something moved; lets reads of this end's memory go on."""
+
+    def close(self) -> None:
+        """Nothing; gives everything back. No read is under way."""

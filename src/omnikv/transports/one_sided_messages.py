@@ -1,0 +1,42 @@
+"""What the ends of a one-sided transport say over their control link, beside what is said over every transport."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from omnikv.core.messages import Count, ToSource, ToTarget
+
+MAX_WORD_NBYTES = 32768
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
+    """A source's engine says this to the target's: how it is reached, or how some of its memory is read."""
+
+    word: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_WORD_NBYTES)]
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    """Answers an ask: the payload lies at this address of the source, and is leased to the asker as `lease`."""
+
+    ask: Count
+    lease: Count
+    address: Count
+    nbytes: Count
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
+    """A target reads nothing under `lease` any more, and has read all of it if that went well."""
+
+    lease: Count
+
+
+class Sound(msgspec.Struct, frozen=True, array_like=True, tag="sound"):
+    """A source answers Drawn: the lease held the whole time, so what was read is the payload."""
+
+    lease: Count
+
+
+ToSourceOneSided = ToSource | Drawn
+ToTargetOneSided = ToTarget | Reach | Placed | Sound

@@ -1,0 +1,228 @@
+"""How a one-sided target comes to its payloads: its engine reads each where it lies, into the room where it is used.
+
+Every Placed of a source is answered by one Drawn, when the engine is done with the room or never began, and every Drawn
+by one Sound; only then is the payload handed over, or what failed or was given up returned. A lease ends over the link
+alone, so between Placed and Sound the source cannot have given the payload's room to another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from omnikv.core.messages import Return
+from omnikv.errors import PutRejected, RemoteProtocolError, TransportError
+from omnikv.transports.links import Link
+from omnikv.transports.one_sided_engine import Engine, EngineFault
+from omnikv.transports.one_sided_memory import RegisteredPool
+from omnikv.transports.one_sided_messages import Drawn, Placed, Reach, Sound
+from omnikv.transports.one_sided_puller import Puller
+from omnikv.transports.shm_pool import Room
+from omnikv.transports.wants import Wants
+from omnikv.transports.window import Arrival
+
+
+class Transfer:
+    """One payload on its way: where it lies at its source, and its room here once it has one."""
+
+    def __init__(self, link: Link, placed: Placed) -> None:
+        self.link = link
+        self.ask = placed.ask
+        self.lease = placed.lease
+        self.remote = placed.address
+        self.nbytes = placed.nbytes
+        self.is_over = False
+        self.is_whole = False
+        self.room: Room | None = None
+        self.local = 0
+
+
+class OneSidedWindow:
+    """What a target reads from its sources. Methods are called with the transport's lock, but those of the pullers.
+
+    `find_wants` gives the role that waits for the payloads, `broken` hears what ended a puller's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory: RegisteredPool,
+        engine: Engine,
+        lock: threading.Lock,
+        find_wants: Callable[[], Wants],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self._name = name
+        self._memory = memory
+        self._engine = engine
+        self._lock = lock
+        self._find_wants = find_wants
+        self._broken = broken
+        self._transfers: dict[Link, dict[int, Transfer]] = {}
+        self._pullers: dict[Link, Puller[Transfer]] = {}
+        self._ending: list[Puller[Transfer]] = []
+        # Transfers that wait for room, in their order.
+        self._waiting: list[Transfer] = []
+        # How often room was given back, for whoever found none meanwhile.
+        self._gives = 0
+
+    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | None:
+        """The payload that a source confirms; one that it offers is read first, and what its engine says is passed on.
+
+        Raises:
+            RemoteProtocolError: it says something else, or of a lease that there is not.
+        """
+        transfers = self._transfers[link]
+        if isinstance(message, Reach):
+            self._pullers[link].learn(message.word)
+        elif isinstance(message, Placed):
+            if message.lease in transfers:
+                raise RemoteProtocolError(f"lease {message.lease} is told of twice")
+            transfer = transfers[message.lease] = Transfer(link, message)
+            if not message.nbytes:
+                transfer.is_whole = True
+                link.send(Drawn(message.lease))
+            elif self._find_wants().is_expected(link, message.ask):
+                self._pullers[link].pull(transfer)
+            else:
+                link.send(Drawn(message.lease))
+        elif isinstance(message, Sound) and message.lease in transfers:
+            return self._hand_over(link, transfers.pop(message.lease))
+        else:
+            raise RemoteProtocolError(f"{message} is nothing that a source says here, or not now")
+        return None
+
+    def link_ready(self, link: Link) -> None:
+        """A source that has shown nothing yet gets its thread."""
+        assert link.seat is not None
+        self._transfers[link] = {}
+        self._ending = [puller for puller in self._ending if not puller.join(0.0)]
+        self._pullers[link] = Puller(
+            self._engine,
+            f"{self._name}-reads-rank-{link.seat.rank}",
+            prepare=self._prepare,
+            done=self._done,
+            broken=self._broken,
+        )
+
+    def link_gone(self, link: Link) -> None:
+        """Nothing; what is being read of it comes to nothing, and its room back when the engine is done."""
+        for transfer in self._transfers.pop(link, {}).values():
+            transfer.is_over = True
+            if transfer in self._waiting:
+                self._waiting.remove(transfer)
+        puller = self._pullers.pop(link, None)
+        if puller is not None:
+            puller.stop()
+            self._ending.append(puller)
+
+    def given_up(self, link: Link, ask: int) -> None:
+        """Nothing; what is not read yet need not be."""
+        for transfer in self._transfers.get(link, {}).values():
+            if transfer.ask == ask:
+                transfer.is_over = True
+                if transfer in self._waiting:
+                    self._waiting.remove(transfer)
+                    link.send(Drawn(transfer.lease))
+
+    def close(self) -> None:
+        """Nothing; what is leased stays readable."""
+        for link in list(self._pullers):
+            self.link_gone(link)
+
+    def join(self, deadline: float) -> bool:
+        """Whether no read is under way by `deadline` (monotonic seconds). Call once closed, without the lock."""
+        return all(puller.join(deadline) for puller in self._ending)
+
+    # What follows is called by the pullers, without the lock.
+
+    def _prepare(self, transfer: Transfer) -> bool:
+        """Whether it has room; else it is pulled again when there is, or was refused for good."""
+        if transfer.room is not None:
+            return True
+        gives = self._gives
+        try:
+            room = self._memory.take(transfer.nbytes)
+        except PutRejected as error:
+            self._without_room(transfer, error, gives)
+            return False
+        except TransportError as error:
+            self._fail(transfer, error)
+            return False
+        known = self._memory.known(room)
+        transfer.room, transfer.local = room, known.address + room.offset
+        return True
+
+    def _without_room(self, transfer: Transfer, error: PutRejected, gives: int) -> None:
+        if error.retryable:
+            with self._lock:
+                if not transfer.is_over:
+                    self._waiting.append(transfer)
+                    if gives != self._gives:
+                        self._pull_waiting()
+                elif transfer.link in self._transfers:
+                    transfer.link.send(Drawn(transfer.lease))
+            return
+        refusal = TransportError(
+            f"{self._name}: a payload of {transfer.nbytes} bytes can never be received here: the option landing_nbytes "
+            f"is {self._memory.pool.limit_nbytes}; raise it at this target",
+            transport=self._name,
+        )
+        refusal.__cause__ = error
+        self._fail(transfer, refusal)
+
+    def _done(self, transfer: Transfer, fault: EngineFault | None) -> None:
+        if fault is None:
+            transfer.is_whole = True
+            self._say_drawn(transfer)
+        elif transfer.is_over:
+            self._say_drawn(transfer)
+        else:
+            error = TransportError(
+                f"{self._name}: {transfer.nbytes} bytes could not be read from source {transfer.link.seat} "
+                f"({transfer.link.who}): the engine says {fault.code}; the payload is still there, get it again",
+                transport=self._name,
+            )
+            error.__cause__ = fault
+            self._fail(transfer, error)
+
+    def _fail(self, transfer: Transfer, error: TransportError) -> None:
+        with self._lock:
+            self._find_wants().fail_ask(transfer.link, transfer.ask, error)
+        self._say_drawn(transfer)
+
+    def _say_drawn(self, transfer: Transfer) -> None:
+        with self._lock:
+            if transfer.link in self._transfers:
+                transfer.link.send(Drawn(transfer.lease))
+                return
+        self._free(transfer)
+
+    def _free(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._give(transfer)
+
+    # And this with the lock again.
+
+    def _hand_over(self, link: Link, transfer: Transfer) -> Arrival | None:
+        if not transfer.is_whole:
+            self._give(transfer)
+            link.send(Return(transfer.lease))
+            return None
+        if transfer.room is None:
+            return Arrival(transfer.ask, transfer.lease, memoryview(bytearray()))
+        return Arrival(transfer.ask, transfer.lease, transfer.room.view, partial(self._give, transfer))
+
+    def _give(self, transfer: Transfer) -> None:
+        room, transfer.room = transfer.room, None
+        if room is not None:
+            self._memory.give(room)
+            self._gives += 1
+            self._pull_waiting()
+
+    def _pull_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for transfer in waiting:
+            self._pullers[transfer.link].pull(transfer)
