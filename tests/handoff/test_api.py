@@ -18,6 +18,7 @@ from omnikv.errors import (
     ConfigError,
     ConnectError,
     HandoffError,
+    LocalProtocolError,
     ProducerFailed,
     PutRejected,
     ReceiveTimeout,
@@ -27,6 +28,7 @@ from omnikv.errors import (
     WireReason,
 )
 from omnikv.handoff.cut import own_layers
+from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import plan_piece
 from omnikv.tensors.blocks import PagedKV
 from omnikv.tensors.pack import PayloadPlan
@@ -428,6 +430,25 @@ def test_parts_with_different_metadata_do_not_become_one_request(namespace):
             sender.send("req", full_cache(num_heads=1), metadata={"first_token": rank})
         with pytest.raises(RemoteProtocolError, match="differ in their metadata"):
             receiver.receive("req", timeout_s=10)
+
+
+@pytest.mark.parametrize("end", [ReceivedKV.close, ReceivedKV.give_back])
+def test_views_cannot_be_used_after_they_were_closed_or_given_back(transport, namespace, end):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", full_cache())
+        kv = receiver.receive("req", timeout_s=10)
+        end(kv)
+        with pytest.raises(LocalProtocolError, match="the KV of request 'req' was closed or given back"):
+            _ = kv.layers
+
+
+def test_detached_layers_outlive_their_lease(transport, namespace):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", full_cache())
+        kv = receiver.receive("req", timeout_s=10)
+        kv.detach()
+        kv.close()
+        assert_same(kv.layers, full_cache())
 
 
 def test_x17_a_flipped_byte_is_refused_where_a_checksum_is_carried(transport, namespace, monkeypatch):

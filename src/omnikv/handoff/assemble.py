@@ -53,6 +53,8 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _check_alike(arrived: Sequence[Arrived], request_id: str) -> None:
+    if len(arrived) == 1:
+        return
     first = arrived[0]
     plain = not _names_regions(first)
     facts = layer_facts(first.pairs)
