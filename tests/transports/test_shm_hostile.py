@@ -148,7 +148,7 @@ def start_posing(world):
     return target, connection
 
 
-def test_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(world, in_thread):
+def test_d16_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(world, in_thread):
     target, source = start_posing(world)
     waiting = in_thread(lambda: target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S))
     assert b"want" in source.recv(1 << 17)
@@ -159,7 +159,7 @@ def test_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(worl
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "unsealed", "too small"])
-def test_memory_that_could_vanish_is_not_mapped(world, in_thread, kind):
+def test_d16_memory_that_could_vanish_is_refused_at_once_and_no_slow_producer(world, in_thread, kind):
     target, source = start_posing(world)
     waiting = in_thread(lambda: target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S))
     assert b"want" in source.recv(1 << 17)

@@ -103,6 +103,12 @@ class PayloadId:
         numbers = (str(self.attempt), str(self.source_rank), str(self.target_rank))
         return "/".join((self.edge.encode(), *own, *numbers))
 
+    def published_key(self, *, ranks: bool) -> str:
+        """The connector key that engines use, with or without `ranks`: a projection, which different payloads share."""
+        if ranks:
+            return get_kv_connector_key(self.transfer_id, self.edge.from_stage, 0, self.source_rank, self.target_rank)
+        return plain_connector_key(self.transfer_id, self.edge.from_stage, self.edge.to_stage)
+
     @classmethod
     def decode(cls, text: str) -> PayloadId:
         """The identity that `encode` gave as `text`.

@@ -146,9 +146,13 @@ class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
 
 
 class Absent(msgspec.Struct, frozen=True, array_like=True, tag="absent"):
-    """Answers an ask that is not patient: the payload is not there yet."""
+    """Answers an ask that is not patient: the payload is not there yet.
+
+    `others` are transfer ids that lie ready for the asker, most alike first: two sides may call one request two names.
+    """
 
     ask: Count
+    others: tuple[Name, ...] = ()
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):

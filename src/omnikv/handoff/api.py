@@ -270,6 +270,10 @@ class KVReceiver(_RouteEnd):
         Raises:
             ConfigError: the request id, role, attempt or timeout is none.
             ReceiveTimeout: a part is still absent after `timeout_s`; nothing was consumed, a retry finds the others.
+                It names what lies ready for this rank under other ids.
+            Aborted: the sender aborted the request, or `cancel` was called here.
+            Expired: it was not asked for within its time to live.
+            AlreadyConsumed: this rank, or this reader of it, has used it.
             ProducerFailed: a sender failed, or died; known at once.
             WireError, RemoteProtocolError: what came is damaged or does not belong together.
             ConnectError: a sender states another route.
@@ -278,6 +282,7 @@ class KVReceiver(_RouteEnd):
         wait_s = self.config.receive_timeout_s if timeout_s is None else seconds(timeout_s)
         with self._role_fetch(request_id, role, attempt) as fetch:
             gather(self._transport, {fetch: True}, deadline=time.monotonic() + wait_s)
+            fetch.look_for_others(self._transport)
             return fetch.require()
 
     def receive_together(

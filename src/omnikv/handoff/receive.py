@@ -21,6 +21,9 @@ from omnikv.handoff.part import Arrived, read_part
 from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Lease, Transport
 
+# How long a receive that has timed out asks what its sources hold instead.
+_LAST_LOOK_S = 0.05
+
 
 class RoleFetch:
     """One role of one request on this rank: what arrived, what is missing, and what went wrong for good."""
@@ -39,6 +42,7 @@ class RoleFetch:
         self._boxes = boxes
         self._started = time.monotonic()
         self._arrived: dict[PayloadId, Arrived] = {}
+        self._others: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[PayloadId]:
@@ -89,7 +93,16 @@ class RoleFetch:
     def spell_missing(self) -> str:
         """What is missing, in words."""
         ranks = [identity.source_rank for identity in self.missing]
-        return f"nothing from source rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} by the deadline"
+        words = f"nothing from source rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} by the deadline"
+        if self._others:
+            others = ", ".join(map(repr, self._others))
+            words += f"; for this rank there lies {others} instead: both sides must call a request by one id"
+        return words
+
+    def look_for_others(self, transport: Transport) -> None:
+        """Nothing; where something is missing, asks what lies there under other names, for what will be said of it."""
+        if self.missing:
+            self._others = transport.others_ready(self.missing[0], deadline=time.monotonic() + _LAST_LOOK_S)
 
     def give_back(self) -> None:
         """Nothing; everything that arrived goes back to its sender, unconsumed. Idempotent."""

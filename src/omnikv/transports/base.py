@@ -226,6 +226,14 @@ class Transport(ABC):
         except OmniKVError as error:
             return error
 
+    def others_ready(self, payload: PayloadId, *, deadline: float) -> tuple[str, ...]:
+        """Transfer ids that lie ready for this target at the payload's source instead, most alike first, a few.
+
+        For messages: where both sides call one request by different names, neither would ever see the other's (D24).
+        Known by `deadline` or not; this default knows of none.
+        """
+        return ()
+
     @abstractmethod
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell the receiver that this payload will not come, with the cause in words; idempotent."""

@@ -223,6 +223,10 @@ class FaultyTransport(Transport):
         self._mischief.begin("abort", payload)
         self._mischief.tell("abort", payload, lambda: self._inner.abort(payload, cause))
 
+    def others_ready(self, payload: PayloadId, *, deadline: float) -> tuple[str, ...]:
+        """Transfer ids that lie ready at the payload's source instead."""
+        return self._inner.others_ready(payload, deadline=deadline)
+
     def announce(self, payloads: Sequence[PayloadId]) -> None:
         """Tell the senders that this receiver will come for these payloads."""
         self._mischief.begin("announce")

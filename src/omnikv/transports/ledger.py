@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from omnikv.core import lease as core
@@ -21,6 +22,7 @@ from omnikv.core.messages import spell_reason
 from omnikv.errors import LocalProtocolError, PutRejected
 
 MAX_ENDS = 4096
+MAX_OTHERS = 3
 
 Room = TypeVar("Room")
 
@@ -196,6 +198,21 @@ class Ledger(Generic[Room]):
         for lease, payload in list(self._leases.items()):
             if any((grip.lease, grip.holder) == (lease, holder) for grip in self._records[payload].life.grips):
                 self.give_back(lease, holder, now)
+
+    def others_ready(self, payload: PayloadId) -> tuple[str, ...]:
+        """Up to `MAX_OTHERS` transfer ids that are ready for the same target, most like the payload's first."""
+        names = {
+            other.transfer_id
+            for other, record in self._records.items()
+            if record.life.phase is Phase.READY and other.target_rank == payload.target_rank
+        }
+        names.discard(payload.transfer_id)
+
+        def unlike(name: str) -> tuple[int, str]:
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(name, payload.transfer_id, strict=False))
+            return -sum(1 for _ in alike), name
+
+        return tuple(sorted(names, key=unlike)[:MAX_OTHERS])
 
     def interest(self, payload: PayloadId, who: Hashable, now: float) -> None:
         """Nothing; the payload does not expire while `who` is interested."""

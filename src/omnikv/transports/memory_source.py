@@ -142,6 +142,10 @@ class MemorySource:
         """A lease for `target`, or how the payload's life ended, or None: not yet."""
         return self._ledger.ask(payload, target.endpoint.reader, target, time.monotonic())
 
+    def others_ready(self, payload: PayloadId) -> tuple[str, ...]:
+        """The transfer ids that are ready for the same target, most alike first."""
+        return self._ledger.others_ready(payload)
+
     def interest(self, payload: PayloadId, who: object) -> None:
         """Nothing; `who` waits for the payload, or has announced that it will come."""
         self._ledger.interest(payload, who, time.monotonic())

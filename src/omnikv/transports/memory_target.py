@@ -123,6 +123,13 @@ class MemoryTarget:
             if wait.leased is not None:
                 wait.leased.release()
 
+    def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]:
+        """What the source has ready instead of `payload`."""
+        with self._exchange.lock:
+            self._require_open()
+            source = self._exchange.sources.get(Seat(payload.source_rank))
+            return () if source is None else source.others_ready(payload)
+
     def announce(self, payloads: Sequence[PayloadId]) -> None:
         """Tell the sources, now or when they come, that this target will come for the payloads."""
         with self._exchange.lock:

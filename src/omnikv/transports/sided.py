@@ -27,6 +27,7 @@ class TargetRole(Protocol):
     def get_as_ready(
         self, payloads: Sequence[PayloadId], deadline: float
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]: ...
+    def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]: ...
     def announce(self, payloads: Sequence[PayloadId]) -> None: ...
     def withdraw(self, payloads: Sequence[PayloadId]) -> None: ...
 
@@ -107,6 +108,15 @@ class SidedTransport(Transport):
             TransportError: this transport is closed.
         """
         self._as_source(payload).abort(payload, cause)
+
+    def others_ready(self, payload: PayloadId, *, deadline: float) -> tuple[str, ...]:
+        """Transfer ids that lie ready for this target at the payload's source instead, most alike first, a few.
+
+        Raises:
+            ConfigError: the payload is not this target's.
+            TransportError: this transport is closed.
+        """
+        return self._as_target([payload]).others_ready(payload, deadline)
 
     def announce(self, payloads: Sequence[PayloadId]) -> None:
         """Tell the senders that this receiver will come for these payloads, so that they do not expire; idempotent.

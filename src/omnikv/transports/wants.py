@@ -48,6 +48,8 @@ class _Ask:
         self.lease: PairLease | None = None
         self.error: OmniKVError | None = None
         self.is_absent = False
+        # What is there instead, as far as its source said.
+        self.others: tuple[str, ...] = ()
 
     @property
     def is_settled(self) -> bool:
@@ -131,6 +133,18 @@ class Wants:
                 for ask in asks.values():
                     self._take_back(ask)
 
+    def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]:
+        """What the source has ready instead of `payload`; nothing where it does not answer by `deadline`."""
+        changed = Bell(self._lock)
+        with self._lock:
+            self._require_open()
+            ask = self._open(payload, False, changed)
+            self._pursue(ask)
+        changed.wait_for(lambda: ask.is_settled or None, deadline)
+        with self._lock:
+            self._take_back(ask)
+        return ask.others
+
     def announce(self, payloads: Sequence[PayloadId]) -> None:
         """Tell the sources, now or when they are met, that this target will come for the payloads."""
         with self._lock:
@@ -207,8 +221,11 @@ class Wants:
             self._deaths[link.seat] = _Death(time.monotonic(), link.who)
         self._drop(link)
         for ask in self._asks_of(link.seat):
-            if ask.link is link:
-                ask.settle(error=self._refusal(link, ask.payload) if link.refusal else self._lost(link, ask.payload))
+            if link.refusal is not None and ask.link in (link, None):
+                # What answers at the source's address speaks nonsense: no source to wait for.
+                ask.settle(error=self._refusal(link, ask.payload))
+            elif ask.link is link:
+                ask.settle(error=self._lost(link, ask.payload))
             elif ask.link is None and not ask.is_patient and not self.loop.is_greeting(link.seat):
                 ask.settle(is_absent=True)
 
@@ -234,6 +251,7 @@ class Wants:
                 return
             ask = self._asks[message.ask]
             if isinstance(message, Absent):
+                ask.others = message.others
                 ask.settle(is_absent=True)
             else:
                 self._announced.pop(ask.payload, None)
