@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omnikv import LayerKV, PayloadId
-from omnikv.core.tokens import State
+from omnikv.core.boxes import EVERY_LAYER
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.cut import own_layers
 from omnikv.handoff.part import read_part
@@ -30,10 +30,9 @@ def boxed_cache(boxes, num_tokens, num_layers=2):
     """What a rank with these boxes holds; `num_layers` where they leave the layers open."""
     layers = []
     for box in boxes:
-        for layer in range(box.layers.start, min(box.layers.stop, box.layers.start + num_layers + 64)):
-            if box.layers.stop > 1000 and layer >= num_layers:
-                break
-            rows = positions(box, num_tokens)
+        rows = positions(box, num_tokens)
+        stop = num_layers if box.layers.stop == EVERY_LAYER.stop else box.layers.stop
+        for layer in range(box.layers.start, stop):
             layers.append(LayerKV(*(fenced(value_of(layer, box.heads, rows, side)) for side in (0, 1))))
     return layers
 
@@ -83,7 +82,3 @@ def carry_piece(route, piece, cache, num_tokens):
     lease = Held(plan.nbytes)
     plan.write_into(lease.buffer)
     return read_part(identity, piece, lease, 0.0), plan
-
-
-def is_state(box):
-    return box.tokens == State()
