@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -89,16 +91,44 @@ def wait_for_the_dead(rank, channel):
     channel.tell("met")
     if rank == 0:
         channel.next_message()
-    with pytest.raises(ConnectError):
-        post.receive(0, deadline=soon(60.0))
-    return "noticed"
+    said = []
+    for call in (partial(post.receive, 0), partial(post.send, parcel_of(1), 0)):
+        with pytest.raises(ConnectError) as caught:
+            call(deadline=soon(60.0))
+        said.append(str(caught.value))
+    return said
 
 
 def test_a_dead_peer_is_noticed_long_before_the_deadline(gangs, tmp_path):
     with gangs.started(f"{HERE}:wait_for_the_dead", 2, tmp_path, within_s=40.0) as gang:
         gang.wait_for("met")
         gang.ranks[0].kill()
-        assert gang.results([1]) == ["noticed"]
+        ((first, second),) = gang.results([1])
+    assert first.startswith("KV could not be handed on with rank 0: ")
+    assert "\n" not in first
+    assert second == f"KV cannot be handed on after a call that failed: {first}"
+
+
+def serve_the_living(rank, channel):
+    post = ParcelPost(dist.group.WORLD)
+    dist.barrier()
+    channel.tell("met")
+    if rank:
+        return spelt(post.receive(0, deadline=soon(60.0)))
+    channel.next_message()
+    with suppress(ConnectError):
+        for _ in range(100):
+            post.send(parcel_of(1), 1, deadline=soon())
+    post.send(parcel_of(2), 2, deadline=soon())
+    return post.broken.startswith("KV could not be handed on with rank 1: ")
+
+
+def test_a_dead_peer_keeps_nothing_from_the_others(gangs, tmp_path):
+    with gangs.started(f"{HERE}:serve_the_living", 3, tmp_path, within_s=40.0) as gang:
+        gang.wait_for("met")
+        gang.ranks[1].kill()
+        gang.ranks[0].order("go on")
+        assert gang.results([0, 2]) == [True, ["BUNDLE", 1000, [2, 2, 2]]]
 
 
 def announce_nonsense(rank):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from omnikv import KVSender, LayerKV, Route
 from omnikv.config import HandoffConfig
-from omnikv.errors import ConfigError, OmniKVError, RemoteProtocolError, TopologyError
+from omnikv.errors import ConfigError, OmniKVError, RemoteProtocolError, TopologyError, VerdictInDoubt
 from omnikv.groups import from_device_mesh
 from omnikv.handoff import share
 from omnikv.handoff.share import SharedReceiver
@@ -237,10 +237,14 @@ def be_refused(rank, namespace):
             with pytest.raises(ConfigError):
                 receiver.receive_together(request_id, timeout_s=WAIT_S, attempt=attempt)
         said.append(receiver.discard("r1"))
+        # As a call that failed leaves it.
+        receiver._cfg_post._failures["rank 1"] = "lost rank 1"
+        with pytest.raises(VerdictInDoubt, match=r"failed before .* tear them down"):
+            receiver.receive_together("r1", timeout_s=WAIT_S)
     return said
 
 
-def test_what_does_not_go_together_is_refused_on_every_rank(gangs, tmp_path, namespace):
+def test_what_does_not_go_together_or_failed_before_is_refused_on_every_rank(gangs, tmp_path, namespace):
     for unused, places, facts, discarded in gangs.run(f"{HERE}:be_refused", 2, tmp_path, namespace=namespace):
         assert "nobody in a guidance group of 2 would use cfg_img" in unused
         assert "the route has 2 target ranks and the mesh 1 tensor-parallel places" in places

@@ -57,11 +57,19 @@ class Parcel:
 class ParcelPost:
     """One rank's way of giving parcels to the other ranks of a process group with CPU tensors, and of taking theirs.
 
-    All calls block until `deadline` (monotonic seconds) at most. After an error the group is not to be used again.
+    All calls block until `deadline` (monotonic seconds) at most. After a call that failed, what is still under way
+    between the two may meet the next one, so `broken` says why, and every later call with that peer fails at once. The
+    others can still be told what they wait for; then the group is to be torn down.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
+        self._failures: dict[str, str] = {}
+
+    @property
+    def broken(self) -> str | None:
+        """What the first call that failed came to."""
+        return next(iter(self._failures.values()), None)
 
     def send(self, parcel: Parcel, rank: int, *, deadline: float) -> None:
         """Nothing, once `rank` was sent the parcel.
@@ -106,13 +114,16 @@ class ParcelPost:
         return parcel
 
     def _finish(self, start: Callable[[], dist.Work | None], peer: str, deadline: float) -> None:
+        if peer in self._failures:
+            raise ConnectError(f"KV cannot be handed on after a call that failed: {self._failures[peer]}")
         try:
             work = start()
             # gloo takes a wait of zero for no limit at all.
             if work is not None:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise ConnectError(f"KV could not be handed on with {peer}: {str(error).splitlines()[0]}") from error
+            self._failures[peer] = f"KV could not be handed on with {peer}: {_gist(error)}"
+            raise ConnectError(self._failures[peer]) from error
 
 
 def _messages(parcel: Parcel) -> list[torch.Tensor]:
@@ -135,3 +146,9 @@ def _taken(take: Callable[[torch.Tensor], None]) -> Parcel:
 
 def _no_bytes() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
+
+
+def _gist(error: RuntimeError) -> str:
+    # gloo says where in its own source an error came from, and what one might do about it in general.
+    first = str(error).splitlines()[0]
+    return first.rpartition("] ")[2].partition(". This is typically")[0]

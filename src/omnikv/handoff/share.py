@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,7 @@ class SharedReceiver:
         """
         wait_s = self.config.receive_timeout_s if timeout_s is None else seconds(timeout_s)
         self._require_identity(request_id, attempt)
+        self._require_whole_groups(request_id)
         fetched_by = time.monotonic() + wait_s + self.config.vote_timeout_s
         handed_on_by = fetched_by + self.config.vote_timeout_s
         with ExitStack() as unless_kept:
@@ -159,6 +160,16 @@ class SharedReceiver:
         for role in self._roles:
             PayloadId(edge=self._edge, transfer_id=request_id, role=role, attempt=attempt, source_rank=0, target_rank=0)
 
+    def _require_whole_groups(self, request_id: str) -> None:
+        broken = self._cfg_post.broken or self._sp_post.broken
+        if broken is not None:
+            # Its peers learn that from the end of this rank's connections.
+            self._lockstep.close()
+            raise VerdictInDoubt(
+                f"the groups through which KV is handed on failed before ({broken}); tear them down",
+                request_id=request_id,
+            )
+
     def _fetch(self, request_id: str, wait_s: float, attempt: int, handed_on_by: float) -> Outcome | None:
         if self._receiver is None:
             return None
@@ -166,9 +177,9 @@ class SharedReceiver:
             fetched = self._receiver.receive_together(
                 request_id, timeout_s=wait_s, required=self._roles, attempt=attempt
             )
-        except VerdictInDoubt as error:
-            parcel = Parcel.words(ParcelKind.DOUBT, str(error))
-            self._hand_down([parcel] * self._groups.sizes["cfg"], handed_on_by)
+        except OmniKVError as error:
+            doubt = Parcel.words(ParcelKind.DOUBT, str(error))
+            self._hand_down(lambda rank: doubt, handed_on_by)
             raise
         self.traffic.fetched_nbytes += sum(kv.nbytes for kv in fetched.roles.values())
         return fetched
@@ -185,8 +196,7 @@ class SharedReceiver:
 
     def _handed_on(self, request_id: str, fetched: Outcome | None, deadline: float) -> Part:
         started = time.monotonic()
-        parcels = self._parcels(fetched) if fetched is not None else []
-        parcel, failure = self._hand_down(parcels, deadline)
+        parcel, failure = self._hand_down(lambda rank: self._parcel_for(rank, fetched), deadline)
         if parcel.kind is ParcelKind.DOUBT:
             raise VerdictInDoubt(
                 f"the reader of this rank does not know what became of request {request_id!r}: {parcel.text}; tear the "
@@ -200,18 +210,13 @@ class SharedReceiver:
             return Part(roles=mine, rounds=fetched.rounds)
         return unpack_part(request_id, parcel.data, time.monotonic() - started)
 
-    def _parcels(self, fetched: Outcome) -> list[Parcel]:
-        """One parcel a guidance rank; a rank whose part cannot be packed is told so in its place."""
-        size = self._groups.sizes["cfg"]
-        if fetched.verdict == "drop":
-            return [Parcel.words(ParcelKind.NOTHING, spell_causes(fetched.causes))] * size
-        # Nobody takes the reader's own part where no sequence group shares it.
-        if self._groups.sizes["sp"] == 1:
-            own = [Parcel.words(ParcelKind.BUNDLE, "")]
-            return own + [self._packed(fetched, rank) for rank in range(1, size)]
-        return [self._packed(fetched, rank) for rank in range(size)]
-
-    def _packed(self, fetched: Outcome, rank: int) -> Parcel:
+    def _parcel_for(self, rank: int, fetched: Outcome | None) -> Parcel:
+        """What this reader gives to a guidance rank; one whose part cannot be packed is told so in its place."""
+        if fetched is None or fetched.verdict == "drop":
+            return Parcel.words(ParcelKind.NOTHING, spell_causes(fetched.causes if fetched is not None else ()))
+        if rank == 0 and self._groups.sizes["sp"] == 1:
+            # Nobody takes the reader's own part where no sequence group shares it.
+            return Parcel.words(ParcelKind.BUNDLE, "")
         roles = {role: fetched.roles[role] for role in self._roles_by_rank[rank]}
         try:
             return Parcel(ParcelKind.BUNDLE, pack_part(Part(roles=roles, rounds=fetched.rounds)))
@@ -219,15 +224,16 @@ class SharedReceiver:
             logger.warning("the part of guidance rank %d could not be packed", rank, exc_info=True)
             return Parcel.words(ParcelKind.NOTHING, f"its part could not be packed: {error}")
 
-    def _hand_down(self, parcels: Sequence[Parcel], deadline: float) -> tuple[Parcel, OmniKVError | None]:
+    def _hand_down(self, parcel_for: Callable[[int], Parcel], deadline: float) -> tuple[Parcel, OmniKVError | None]:
         """This rank's own parcel and what failed, after its calls: every rank makes those that its peers expect."""
         groups, failure = self._groups, None
         if groups.places["sp"] != 0:
             return self._taken(self._sp_post.broadcast(None, deadline=deadline)), None
         if groups.places["cfg"] == 0:
-            parcel = parcels[0]
+            # One after the other, so that no more than one part of a request is here twice at a time.
             for rank in range(1, groups.sizes["cfg"]):
-                failure = self._send(parcels[rank], rank, deadline) or failure
+                failure = self._send(parcel_for(rank), rank, deadline) or failure
+            parcel = parcel_for(0)
         else:
             try:
                 parcel = self._taken(self._cfg_post.receive(0, deadline=deadline))
