@@ -32,8 +32,10 @@ def boxed_cache(boxes, num_tokens, num_layers=2):
     for box in boxes:
         rows = positions(box, num_tokens)
         stop = num_layers if box.layers.stop == EVERY_LAYER.stop else box.layers.stop
-        for layer in range(box.layers.start, stop):
-            layers.append(LayerKV(*(fenced(value_of(layer, box.heads, rows, side)) for side in (0, 1))))
+        layers += [
+            LayerKV(*(fenced(value_of(layer, box.heads, rows, side)) for side in (0, 1)))
+            for layer in range(box.layers.start, stop)
+        ]
     return layers
 
 
