@@ -84,7 +84,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     """A target asks for a payload; edge and ranks follow from the connection.
 
-    A `patient` ask is remembered until it is answered or taken back, any other is answered at once.
+    A `patient` ask is remembered until it is answered or taken back, any other is answered at once; one that is
+    `curious` would also hear what is there instead.
     """
 
     ask: Count
@@ -92,6 +93,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     role: Name
     attempt: Count
     patient: bool
+    curious: bool = False
 
 
 class Unwant(msgspec.Struct, frozen=True, array_like=True, tag="unwant"):

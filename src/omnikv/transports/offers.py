@@ -298,7 +298,7 @@ class Offers(Generic[Room]):
         if self._answer(link, want.ask, payload):
             return
         if not want.patient:
-            link.send(Absent(want.ask, self._ledger.others_ready(payload)))
+            link.send(Absent(want.ask, self._ledger.others_ready(payload) if want.curious else ()))
             return
         asks[want.ask] = payload
         self._waiting.setdefault(payload, {})[link, want.ask] = None

@@ -48,6 +48,7 @@ class _Ask:
         self.lease: PairLease | None = None
         self.error: OmniKVError | None = None
         self.is_absent = False
+        self.is_curious = False
         # What is there instead, as far as its source said.
         self.others: tuple[str, ...] = ()
 
@@ -139,6 +140,7 @@ class Wants:
         with self._lock:
             self._require_open()
             ask = self._open(payload, False, changed)
+            ask.is_curious = True
             self._pursue(ask)
         changed.wait_for(lambda: ask.is_settled or None, deadline)
         with self._lock:
@@ -320,7 +322,7 @@ class Wants:
     def _send(self, link: Link, ask: _Ask) -> None:
         ask.link = link
         wanted = ask.payload
-        link.send(Want(ask.number, wanted.transfer_id, wanted.role, wanted.attempt, ask.is_patient))
+        link.send(Want(ask.number, wanted.transfer_id, wanted.role, wanted.attempt, ask.is_patient, ask.is_curious))
         if link.is_over:
             # It was dead before it was asked, so this ask is one for its next life.
             ask.link = None
