@@ -1,6 +1,8 @@
 """`omnikv pipeline` as a newcomer runs it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -36,3 +38,20 @@ def test_a_picture_that_could_not_be_written_is_refused_before_anything_starts(t
     done = run_command("--out", str(tmp_path / "absent" / "image.png"))
     assert done.returncode == 2
     assert "is no writable directory" in " ".join(done.stderr.split())
+
+
+def test_a_run_that_is_stopped_leaves_no_process_and_no_file_behind(tmp_path):
+    command = [sys.executable, "-m", "omnikv.cli", "pipeline"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as process:
+        heard = process.stderr.readline()
+        assert heard.startswith("Starting")
+        # As far as the first rank's start: the ranks have logs then.
+        while not list(tmp_path.glob("omnikv-pipeline-*/dit-rank-0.log")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []

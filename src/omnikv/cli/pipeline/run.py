@@ -33,7 +33,9 @@ LATE_S = 0.7
 @contextmanager
 def started_nursery(log_path: Path) -> Iterator[Nursery]:
     """A nursery for the ranks of pipelines."""
-    with Nursery(PROGRAMS, RANK_ENVIRONMENT, log_path) as nursery:
+    # torch makes a directory for compiled code when it is imported, whether it compiles or not.
+    environment = {**RANK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(log_path.with_name("torch"))}
+    with Nursery(PROGRAMS, environment, log_path) as nursery:
         yield nursery
 
 
