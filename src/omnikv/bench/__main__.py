@@ -1,4 +1,4 @@
-"""`python -m omnikv.bench same-host`, `soak`, `agreement --ranks 2,4,8` or `plan`; each takes `--json FILE`."""
+"""`python -m omnikv.bench same-host`, `across`, `soak`, `agreement --ranks 2,4,8` or `plan`; all with `--json FILE`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from omnikv.bench.across import measure_across, measure_small_across, new_lane
+from omnikv.bench.across_report import Across, across_to_json, across_to_text, judge_across, make_lanes
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
 from omnikv.bench.peer import receiving_process
 from omnikv.bench.plan import judge_plans, measure_plans, plans_to_json, plans_to_text
@@ -39,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = ", ".join(map(str, BAR_SIZES_MIB))
         parser.error(f"--check needs one of {sizes} among --sizes: the bars are set for them")
     given = sys.argv[1:] if arguments is None else arguments
-    runs = {"same-host": run_same_host, "soak": run_the_soak, "agreement": run_agreement, "plan": run_plan}
+    runs = {
+        "same-host": run_same_host,
+        "across": run_across,
+        "soak": run_the_soak,
+        "agreement": run_agreement,
+        "plan": run_plan,
+    }
     run = runs[options.command]
     try:
         return run(options, " ".join(["python -m omnikv.bench", *given]))
@@ -59,6 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
     same_host.add_argument("--stream", type=_at_least(MIN_STREAM), default=4000, help="requests of 1 MiB in flight")
     same_host.add_argument("--no-huge", action="store_true", help=f"send no payload of {HUGE_MIB} MiB")
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
+    across = commands.add_parser("across", help="two processes over TCP, beside a bare socket loop")
+    across.add_argument("--sizes", type=_several(1), default=BAR_SIZES_MIB, help="payloads in MiB, e.g. 64,256")
+    across.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=9, help="counted rounds a size, 5 or more")
+    across.add_argument("--stream", type=_at_least(MIN_STREAM), default=2000, help="requests of 1 MiB in flight")
+    across.add_argument("--deaths", type=_at_least(1), default=10, help="senders that are killed")
     soak = commands.add_parser("soak", help="two processes for minutes, with kills, failures and aborts")
     soak.add_argument("--minutes", type=_minutes, default=5.0, help="how long, e.g. 5 or 0.1")
     soak.add_argument("--seed", type=int, default=1, help="decides sizes, content, failures and kills")
@@ -68,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     agreement.add_argument("--rounds", type=_at_least(MIN_VERDICTS), default=200, help="counted rounds, 25 or more")
     plan = commands.add_parser("plan", help="plans of many ranks, and how they grow")
     plan.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=50, help="counted rounds a plan, 5 or more")
-    for command in (same_host, agreement, plan):
+    for command in (same_host, across, agreement, plan):
         command.add_argument("--json", type=_file_to_write, help="also write everything measured to this file")
         command.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     return parser
@@ -111,6 +125,25 @@ def run_the_soak(options: argparse.Namespace, command: str) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(soak_to_json(result, command), indent=2) + "\n")
     return EXIT_OK if result.passed else EXIT_BAR_MISSED
+
+
+def run_across(options: argparse.Namespace, command: str) -> int:
+    """The exit status, after measuring, printing and writing what was asked for.
+
+    Raises:
+        OmniKVError: the handoff failed.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        lanes = make_lanes(Path(directory))
+        sizes = [measure_across(size, options.rounds, lanes) for size in options.sizes]
+    small = measure_small_across(new_lane("small"), new_lane("death"), options.stream, options.deaths)
+    run = Across(sizes=sizes, small=small)
+    sys.stdout.write(across_to_text(run, command))
+    if options.json is not None:
+        options.json.write_text(json.dumps(across_to_json(run, command), indent=2) + "\n")
+    missed = options.check and not all(bar.passed for bar in judge_across(run))
+    return EXIT_BAR_MISSED if missed or not run.content_ok else EXIT_OK
 
 
 def run_agreement(options: argparse.Namespace, command: str) -> int:

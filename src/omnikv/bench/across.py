@@ -185,7 +185,7 @@ def _send_over(
     return ms, hear(pipe) is True
 
 
-def measure_small(lane: Lane, death_lane: Lane, total: int, deaths: int) -> SmallResult:
+def measure_small_across(lane: Lane, death_lane: Lane, total: int, deaths: int) -> SmallResult:
     """How many requests of 1 MiB a second go over `lane`, and how late the death of a sender is known.
 
     Raises:

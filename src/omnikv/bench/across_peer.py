@@ -110,8 +110,8 @@ def _receive_rounds(pipe: Connection, order: ReceiveRounds) -> None:
     with ExitStack() as stack:
         bare = stack.enter_context(socket.create_connection(("127.0.0.1", order.bare_port)))
         warm = memoryview(bytearray(order.workload.nbytes))
-        # Room for one payload with its header: warm from the second round on, as the bare buffer is.
-        room = {"landing_nbytes": order.workload.nbytes + (order.workload.nbytes >> 3) + (1 << 20)}
+        # What travels before it is published may take half of it. Warm from the second round on, as the bare buffer is.
+        room = {"landing_nbytes": 2 * order.workload.nbytes + (order.workload.nbytes >> 3) + (2 << 20)}
         receivers = []
         for lane in order.lanes:
             receivers.append(_open(lane, order.workload, room))

@@ -38,27 +38,32 @@ POISON = 0xFF
 _POISON_PIECE = bytes([POISON]) * (1 << 20)
 
 
+# Makes so many bytes of memory: its descriptor or -1, and its one writable view.
+SegmentMaker = Callable[[int], tuple[int, memoryview]]
+
+
 class PoolSegment:
-    """One stretch of shared memory: its descriptor, its mapping, and which parts of it are taken.
+    """One stretch of memory: its descriptor (-1 where it is not shared), its mapping, and which parts of it are taken.
 
     Raises:
         OSError: the system has not that much memory.
     """
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int, nbytes: int, make: SegmentMaker) -> None:
         self.number = number
         self.nbytes = nbytes
         self.extents = Extents(nbytes, align_nbytes=PAGE_NBYTES)
-        self.fd, self.view = make_segment(nbytes)
+        self.fd, self.view = make(nbytes)
         self._unpin = _pin(self.view)
 
     def close(self) -> None:
         """Nothing; gives the descriptor back. The memory goes with its last view."""
-        if self.fd >= 0:
+        if self.view:
             self._unpin()
-            os.close(self.fd)
-            self.fd = -1
             self.view = memoryview(b"")
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +97,11 @@ class Pool:
         *,
         prefault_nbytes: int = 0,
         poison: bool = False,
+        make: SegmentMaker = make_segment,
         transport: str = "shm",
         setting: str = "pool_nbytes",
     ) -> None:
+        self._make_segment = make
         self._transport = transport
         self._setting = setting
         if pool_nbytes is None:
@@ -275,7 +282,7 @@ class Pool:
             raise self._no_room(least_nbytes, f"the pool must grow by that, and {bound}")
         nbytes = min(most_nbytes, max(least_nbytes, bound.left_nbytes // PAGE_NBYTES * PAGE_NBYTES))
         try:
-            return PoolSegment(number, nbytes)
+            return PoolSegment(number, nbytes, self._make_segment)
         except OSError as error:
             raise self._no_room(nbytes, f"the system gives no more memory ({error})") from error
 

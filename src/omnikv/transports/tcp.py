@@ -36,6 +36,7 @@ from omnikv.transports.proved_door import LaneCall
 from omnikv.transports.proved_sockets import DEFAULT_DEAD_AFTER_S, Meeting, ProvedSockets
 from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shared_secret import SecretCallback
+from omnikv.transports.shm_map import make_private_segment
 from omnikv.transports.shm_pool import DEFAULT_SEGMENT_NBYTES, Pool
 from omnikv.transports.tcp_lanes import LaneThread
 from omnikv.transports.tcp_messages import ToTargetStreamed
@@ -97,7 +98,7 @@ class TcpTransport(PairTransport):
         self._sockets = ProvedSockets(endpoint, meeting, self, to_target=ToTargetStreamed)
         is_source = endpoint.side == "source"
         setting, nbytes = ("pool_nbytes", pool_nbytes) if is_source else ("landing_nbytes", landing_nbytes)
-        self._pool = Pool(nbytes, segment_nbytes, transport=self.name, setting=setting)
+        self._pool = Pool(nbytes, segment_nbytes, make=make_private_segment, transport=self.name, setting=setting)
         self._num_lanes = lanes
         self._dead_after_s = float(dead_after_s)
         self._lanes: LaneThread | None = None
