@@ -70,3 +70,8 @@ def test_an_arrival_that_nobody_waits_for_is_a_misuse_with_its_history(events):
 def test_shards_that_cannot_be_told_apart_are_refused(wanted):
     with pytest.raises(LocalProtocolError, match="a key of its own"):
         begin(wanted, deadline_s=1)
+
+
+def test_a_deadline_that_is_no_number_has_passed():
+    _, effects = run(begin((A,), deadline_s=float("nan")), RoundEnded(0))
+    assert effects == (GiveUp((A,)),)

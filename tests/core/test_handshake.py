@@ -165,3 +165,10 @@ def test_whatever_a_peer_states_is_judged_and_never_raises(statement):
     here = model_differences("source", facts(), statement)
     assert here == model_differences("target", statement, facts())
     assert here
+
+
+def test_a_size_of_more_digits_than_python_reads_is_compared_like_any_other():
+    endless = restated("num_layers", "9" * 5000, facts())
+    assert judge(endless, endless).differences == ()
+    assert len(judge(endless, facts()).differences) == 1
+    assert judge(restated("num_layers", "0" * 5000, facts()), facts()).differences

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 
 from omnikv.core.senders import SenderAddress, find_entry, is_assumed, read_address
@@ -58,3 +60,29 @@ def test_each_rank_listens_one_stride_higher():
 
 def test_without_a_port_there_is_nothing_to_tell_a_connector():
     assert read_address({"host": "a"}).for_rank(1) is None
+
+
+@pytest.mark.parametrize("port", [float("inf"), float("nan"), 5.5, True, b"80", [], "eighty"])
+def test_d12_a_port_that_is_no_integer_is_refused_by_name(port):
+    with pytest.raises(ConfigError, match=r"zmq_port=.*no integer; host is 'a'"):
+        read_address({"host": "a", "zmq_port": port})
+
+
+@pytest.mark.parametrize("port", [80, "80", 80.0])
+def test_a_port_may_be_written_as_text(port):
+    assert read_address({"host": "a", "zmq_port": port}).base_port == 80
+
+
+def test_a_rank_whose_port_would_be_none_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match="rank 5 of the sender at 'a' would listen on port 65610"):
+        read_address({"host": "a", "zmq_port": 65530}).for_rank(5)
+
+
+def test_d12_two_entries_for_one_stage_that_differ_are_no_answer():
+    assert find_entry({1: B, "1": dict(B)}, 1) == B
+    with pytest.raises(ConfigError, match="two entries that differ for source stage 1"):
+        find_entry({1: A, "1": B}, 1)
+
+
+def test_a_table_may_be_any_mapping():
+    assert find_entry(MappingProxyType({"0": MappingProxyType(A), "1": MappingProxyType(B)}), 1) == B

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -203,3 +204,21 @@ def test_real_gloo_ranks_are_in_doubt_when_one_never_votes(tmp_path):
     outputs = run_ranks(tmp_path, 3, "missing")
     for out, err in outputs[:2]:
         assert out.splitlines() == ["in doubt", "still in doubt", "done"], err
+
+
+def test_an_exchange_that_is_interrupted_leaves_an_engines_group_unusable(monkeypatch):
+    coordinator = SimpleNamespace(
+        rank_in_group=0, world_size=1, send_object=None, recv_object=None, broadcast_object=lambda obj, src: obj
+    )
+    group = EngineGroup(coordinator)
+    assert group.exchange(b"x", deadline=far()) == [b"x"]
+
+    def interrupt(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("omnikv.groups.torch_dist.run_until", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        group.exchange(b"x", deadline=far())
+    monkeypatch.undo()
+    with pytest.raises(VerdictInDoubt, match="interrupted"):
+        group.exchange(b"x", deadline=far())

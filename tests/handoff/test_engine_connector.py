@@ -165,3 +165,16 @@ def test_a_tensor_outlives_the_buffer_it_was_read_from():
 def test_what_is_no_form_of_a_payload_is_refused(raw):
     with pytest.raises(WireError, match=r"no form of a payload|1-D uint8"):
         open_payload(raw, 1, "k")
+
+
+@pytest.mark.parametrize("nothing", [None, (), (None, 0)])
+def test_an_answer_without_a_payload_is_an_absent_one(nothing):
+    assert ask(Failing(nothing), EDGE, "k", None, deadline=0.0) is None
+
+
+@pytest.mark.parametrize("size", [None, "17", float("nan")])
+def test_a_payload_counts_whatever_its_connector_says_of_its_size(size):
+    delivery = ask(Failing((packed(), size)), EDGE, "k", None, deadline=0.0)
+    assert delivery.data["request_id"] == "r1"
+    assert delivery.nbytes == 0
+    assert put_once(Failing((True, size, None)), EDGE, "k", b"x") == 0

@@ -12,10 +12,11 @@ import torch
 
 from omnikv.core.layout import Layout
 from omnikv.core.topology import KVTPTopology
-from omnikv.errors import ConfigError, PutRejected, TopologyError, TransportError
+from omnikv.errors import ConfigError, HandoffError, PutRejected, TopologyError, TransportError
 from omnikv.handoff import engine_connector
 from omnikv.handoff.engine_connector import Stages
-from omnikv.handoff.keyed_send import SendRoute, announce_failure, extract_kv, send_finished, send_kv
+from omnikv.handoff.keyed_extract import extract_kv
+from omnikv.handoff.keyed_send import SendRoute, announce_failure, send_finished, send_kv
 from omnikv.tensors.pack import KVCacheTransferData
 
 EDGE = Stages("0", "1")
@@ -329,6 +330,88 @@ def test_without_a_connector_one_line_says_so(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "KV of a, b was not sent: this stage has no connector"
     ]
+
+
+class Telling:
+    """A connector that can tell its receivers; putting raises `error`, telling rank `deaf` fails."""
+
+    addresses_ranks = True
+
+    def __init__(self, error=None, deaf=None):
+        self.error, self.deaf, self.told = error, deaf, {}
+
+    def wants_checksum(self, *stages):
+        return False
+
+    def put_plan(self, from_stage, to_stage, key, plan, *, target_rank):
+        if self.error is not None:
+            raise self.error
+        return plan.nbytes
+
+    def fail(self, from_stage, to_stage, key, cause, *, target_rank):
+        if target_rank == self.deaf:
+            raise TransportError("no route to host")
+        self.told[target_rank] = cause
+
+
+def test_x02_the_receivers_of_heads_that_do_not_divide_are_told_at_once():
+    connector = Telling()
+    with pytest.raises(TopologyError, match="3 KV heads"):
+        send(connector, transfer([0, 1, 2]), route(1, 2, 0))
+    assert sorted(connector.told) == [0, 1]
+    assert "3 KV heads" in connector.told[1]
+
+
+@pytest.mark.parametrize("error", [TransportError("gone"), RuntimeError("out of memory"), MemoryError()])
+def test_the_receivers_of_what_could_not_be_put_are_told_whatever_went_wrong(error):
+    connector = Telling(error)
+    with pytest.raises(type(error)):
+        send(connector, transfer([0, 1]), route(1, 2, 0))
+    assert sorted(connector.told) == [0, 1]
+
+
+def test_a_receiver_that_cannot_be_told_keeps_the_news_from_no_other():
+    connector = Telling(TransportError("gone"), deaf=0)
+    with pytest.raises(TransportError, match="gone"):
+        send(connector, transfer([0, 1]), route(1, 2, 0))
+    assert sorted(connector.told) == [1]
+
+
+def test_a_payload_with_more_keys_than_values_is_refused_and_its_receivers_told():
+    kv, connector = transfer([0]), Telling()
+    kv.layer_blocks["value_cache"] = []
+    with pytest.raises(ConfigError, match="1 and 0 layers"):
+        send(connector, kv)
+    assert sorted(connector.told) == [0]
+
+
+def test_a_key_builder_that_fails_is_named():
+    def broken(request_id, from_stage, to_stage):
+        raise KeyError("tenant")
+
+    with pytest.raises(HandoffError, match="key builder failed for request 'r1'"):
+        send(Shelf(), transfer([0]), route(hook=broken))
+
+
+def test_a_put_that_says_nothing_of_its_size_counts_as_put():
+    class Silent(Shelf):
+        def put(self, from_stage, to_stage, put_key, data):
+            return True, None, None
+
+    assert send(Silent(), transfer([0])) == 0
+
+
+def test_receivers_that_cannot_be_told_do_not_hide_why_a_request_was_not_sent(caplog):
+    def extract(request_id, what):
+        raise ConfigError("block 99 is outside the pool")
+
+    def deaf(request_id, cause):
+        raise TopologyError("rank 7 is outside its stage")
+
+    finish({"a": {}}, extract=extract, fail=deaf)
+    said = {record.levelname: record.getMessage() for record in caplog.records}
+    assert said["ERROR"] == "KV of request a was not sent: ConfigError: block 99 is outside the pool"
+    assert "rank 7 is outside" in said["WARNING"]
 
 
 def test_a_plain_connector_has_no_way_to_tell_its_receivers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -189,3 +190,53 @@ def test_taking_one_request_discards_the_others(prefetcher):
     assert prefetcher.wait_idle(20)
     assert take(prefetcher, "current") is None
     assert "old" not in prefetcher
+
+
+def test_a_fetch_that_asks_to_exit_is_a_miss_and_the_next_one_works(prefetcher, caplog):
+    def leave():
+        raise SystemExit(3)
+
+    prefetcher.submit("r", leave)
+    assert prefetcher.wait_idle(20)
+    assert take(prefetcher, "r") is None
+    assert "SystemExit: 3" in caplog.text
+    prefetcher.submit("s", lambda: PAYLOAD)
+    assert prefetcher.wait_idle(20)
+    assert take(prefetcher, "s") is PAYLOAD
+
+
+@pytest.mark.parametrize("endless", [float("inf"), 1e300])
+def test_a_wait_may_be_as_long_as_one_likes(prefetcher, endless):
+    gates = [Gate(), Gate()]
+    waits = [lambda: prefetcher.wait_idle(endless), lambda: prefetcher.take("1", deadline=endless) is PAYLOAD]
+    for number, (gate, wait) in enumerate(zip(gates, waits, strict=True)):
+        prefetcher.submit(str(number), gate)
+        assert gate.began.wait(20)
+        threading.Timer(0.05, gate.go.set).start()
+        assert wait()
+
+
+def test_a_time_that_is_no_number_is_no_time(prefetcher):
+    gate = Gate()
+    prefetcher.submit("r", gate)
+    assert gate.began.wait(20)
+    assert not prefetcher.wait_idle(float("nan"))
+    with pytest.raises(ReceiveTimeout):
+        prefetcher.take("r", deadline=float("nan"))
+    gate.go.set()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_child_fetches_for_itself_what_ran_and_what_was_queued_in_its_parent(prefetcher):
+    gate = Gate()
+    prefetcher.submit("runs", gate)
+    assert gate.began.wait(20)
+    child = os.fork()
+    if child == 0:
+        missed = take(prefetcher, "runs") is None
+        again = prefetcher.submit("runs", lambda: PAYLOAD) and prefetcher.wait_idle(20)
+        os._exit(0 if missed and again and take(prefetcher, "runs") is PAYLOAD else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.go.set()
+    assert take(prefetcher, "runs") is PAYLOAD

@@ -8,7 +8,7 @@ from omnikv.errors import ConfigError, HandoffError
 from omnikv.tensors.blocks import PagedKV, scatter_into_blocks
 from omnikv.tensors.convert import cast_layer
 from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource
-from omnikv.tensors.quantised import dequantise, quantise, scale_entry, split_scales
+from omnikv.tensors.quantised import dequantise, in_dtype, quantise, scale_entry, split_scales
 
 TOKENS, HEADS, DIM = 10, 3, 8
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -178,3 +178,18 @@ def test_a_sender_narrows_floats_only(dtype):
     layer = LayerSource(*map(DenseSource, a_layer()))
     with pytest.raises(ConfigError, match=r"float32 is not sent as .*: .* are sent as one another"):
         cast_layer(layer, dtype)
+
+
+def test_plain_heads_of_one_element_are_not_taken_for_scales():
+    layer = LayerKV(*torch.randn(2, TOKENS, HEADS, 1, generator=torch.manual_seed(3)))
+    (converted,) = in_dtype([layer], torch.bfloat16, copy=True)
+    assert torch.equal(converted.key, layer.key.bfloat16())
+
+
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("shape", [(0, HEADS, DIM), (TOKENS, 0, DIM), (TOKENS, HEADS, 0), (1, 1, 1)])
+def test_layers_of_any_size_even_without_elements_come_back(grain, shape):
+    layer = LayerKV(*torch.randn(2, *shape, generator=torch.manual_seed(3)))
+    (back,) = dequantise(quantise([layer], FP8[0], grain), torch.float32)
+    assert [part.shape for part in back] == [part.shape for part in layer]
+    assert all(torch.allclose(mine, theirs, rtol=0.07) for mine, theirs in zip(back, layer, strict=True))

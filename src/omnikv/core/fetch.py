@@ -133,7 +133,8 @@ def step(state: Fetch, event: Event) -> tuple[Fetch, tuple[Effect, ...]]:
 def _end_round(state: Fetch, now_s: float) -> tuple[Fetch, tuple[Effect, ...]]:
     if not state.missing:
         return state, (Complete(),)
-    if now_s >= state.deadline_s:
+    # Written so that a deadline which is no number has passed too.
+    if not now_s < state.deadline_s:
         return state, (GiveUp(state.missing),)
     pause_s = state.first_pause_s if state.arrived_in_round else state.pause_s
     following_s = min(2 * pause_s, state.longest_pause_s)

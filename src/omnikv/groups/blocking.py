@@ -15,6 +15,9 @@ import torch
 
 _Answer = TypeVar("_Answer")
 
+# Why a group is broken from the beginning of an exchange to its end: only an exchange that ended leaves nothing in it.
+UNENDED = "an exchange in it was interrupted, or has not ended"
+
 
 def run_until(
     calls: Callable[[], _Answer], deadline: float, *, name: str

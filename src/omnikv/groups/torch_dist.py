@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from omnikv.errors import ConfigError, VerdictInDoubt
 from omnikv.groups.base import Group
-from omnikv.groups.blocking import run_until
+from omnikv.groups.blocking import UNENDED, run_until
 
 # Ballots up to this size need one collective; a longer one costs a second.
 _FRAME_NBYTES = 2048
@@ -62,6 +62,12 @@ class TorchDistGroup(Group):
     def exchange(self, ballot: bytes, *, deadline: float) -> list[bytes]:
         if self._broken is not None:
             raise VerdictInDoubt(f"this group failed before ({self._broken}); tear it down", rank=self._rank)
+        self._broken = UNENDED
+        ballots = self._gather_ballots(ballot, deadline)
+        self._broken = None
+        return ballots
+
+    def _gather_ballots(self, ballot: bytes, deadline: float) -> list[bytes]:
         frames = self._all_gather(_framed(ballot, _FRAME_NBYTES), deadline)
         lengths = [int.from_bytes(frame[:_LENGTH_NBYTES], "little") for frame in frames]
         longest = max(lengths) + _LENGTH_NBYTES
@@ -122,10 +128,12 @@ class EngineGroup(Group):
     def exchange(self, ballot: bytes, *, deadline: float) -> list[bytes]:
         if self._broken is not None:
             raise VerdictInDoubt(f"this group failed before ({self._broken}); tear it down", rank=self.rank)
+        self._broken = UNENDED
         answer, failure = run_until(
             lambda: self._gather_and_broadcast(ballot), deadline, name=f"omnikv-vote-{self.rank}"
         )
         if answer is not None:
+            self._broken = None
             return answer[0]
         self._broken = str(failure) if failure else "the peers did not answer by the deadline"
         raise VerdictInDoubt(

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -102,7 +102,7 @@ def put_once(connector: Any, stages: Stages, key: str, data: object) -> int:
         refusal = PutRejected(f"the connector refused {key!r} and gave no reason", key=key)
         refusal.retryable = True
         raise refusal
-    return int(nbytes)
+    return _size(nbytes)
 
 
 def ask(
@@ -124,12 +124,14 @@ def ask(
         if not result:
             return None
         raw, nbytes = result
+        if raw is None:
+            return None
     except OmniKVError:
         raise
     # edge: an engine's connector may raise anything; only absence is asked for again, a fault is not.
     except Exception as error:
         raise TransportError(f"getting {key!r} failed: {_words(error)}", key=key) from error
-    return open_payload(raw, int(nbytes), key)
+    return open_payload(raw, _size(nbytes), key)
 
 
 def abandon(connector: Any, key: str) -> None:
@@ -153,6 +155,11 @@ def _get(connector: Any, where: Mapping[str, Any], deadline: float) -> Any:
         except NotImplementedError:  # Inherited from the engine's interface; this connector has none of its own.
             pass
     return connector.get(**where)
+
+
+def _size(nbytes: object) -> int:
+    # A payload that was taken or given counts, whatever its connector says of its size.
+    return int(nbytes) if isinstance(nbytes, SupportsIndex) else 0
 
 
 def _has(connector: Any, method: str) -> bool:

@@ -1,4 +1,6 @@
-"""Sending a request's KV through an engine's connector: extracted whole or not at all, one payload a target rank.
+"""Sending a request's KV through an engine's connector: one payload a target rank, and no receiver left waiting.
+
+Whatever keeps a payload from being put, the receivers are told, where the connector can tell them.
 
 The keys are the published ones. When this rank serves several receivers, each gets its own heads, cut here and stamped,
 unless the engine builds its own keys: then only it knows who reads what, and every key carries all heads.
@@ -16,18 +18,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from omnikv.core.keys import SendKeyHook, build_rank_aware_send_keys, is_rank_aware
-from omnikv.core.layout import Layout
 from omnikv.core.topology import KVTPTopology, get_kv_target_ranks
 from omnikv.core.wire import SLICE_STAMP_KEY
 from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError, PutRejected
 from omnikv.handoff.engine_connector import Stages, addresses_ranks, put_once, put_with_retry
-from omnikv.tensors.blocks import PagedKV
-from omnikv.tensors.fill import fill
-from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource
-from omnikv.tensors.layouts import infer_layout, layer_views
+from omnikv.handoff.keyed_assemble import by_hook
+from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import KVCacheTransferData, PayloadPlan, plan_payload
 from omnikv.tensors.shards import sender_stamp, slice_for_target
 
@@ -50,103 +47,38 @@ class _Part:
     kv: KVCacheTransferData
 
 
-def extract_kv(
-    request_id: str,
-    block_ids: Sequence[int],
-    num_tokens: int,
-    kv_caches: Sequence[Any],
-    block_size: int,
-    cache_dtype: str,
-    custom_metadata: Mapping[str, Any] | None = None,
-    *,
-    layout: Layout | None = None,
-) -> KVCacheTransferData:
-    """The request's KV out of an engine's paged caches, in memory of its own, with the published metadata.
-
-    Without a `layout`, each cache's is read from its shape, where that has one reading alone.
-
-    Raises:
-        ConfigError: a layer of unknown form or with two readings, an id outside the pool or named twice (X11), or more
-            tokens than the blocks hold. Nothing is extracted then.
-    """
-    pairs = _as_pairs(request_id, kv_caches, block_size, layout)
-    paged = PagedKV(pairs, block_ids=block_ids, num_tokens=num_tokens, layout=Layout.split_pair(block_size))
-    layers = _gather(paged, pairs)
-    return KVCacheTransferData(
-        request_id=request_id,
-        layer_blocks={"key_cache": [layer.key for layer in layers], "value_cache": [layer.value for layer in layers]},
-        block_ids=list(block_ids),
-        metadata={
-            "block_size": block_size,
-            "num_layers": len(layers),
-            "dtype": str(cache_dtype),
-            "seq_len": num_tokens,
-            **(custom_metadata or {}),
-        },
-    )
-
-
-def _as_pairs(
-    request_id: str, kv_caches: Sequence[Any], block_size: int, layout: Layout | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Key and value blocks of every layer, `[blocks, block_size, kv_heads, head_dim]`, whatever its layout."""
-    at = 0
-    pairs = []
-    try:
-        for at, cache in enumerate(kv_caches):
-            pairs.append(layer_views(cache, layout or infer_layout(cache, block_size), layer=at))
-    except ConfigError as error:
-        raise ConfigError(
-            f"request {request_id!r} is not sent: layer {at}: {error}; an engine's omni_kv_config declares it by "
-            "kv_layout",
-            request_id=request_id,
-        ) from error
-    return pairs
-
-
-def _gather(paged: PagedKV, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[LayerKV]:
-    """The layers in memory of their own, on the device of their caches."""
-    sources = paged.layer_sources()
-    layers = [
-        LayerKV(
-            torch.empty(source.key.shape, dtype=source.key.dtype, device=key.device),
-            torch.empty(source.value.shape, dtype=source.value.dtype, device=value.device),
-        )
-        for source, (key, value) in zip(sources, caches, strict=True)
-    ]
-    fill([job for source, layer in zip(sources, layers, strict=True) for job in zip(source, layer, strict=True)])
-    return layers
-
-
 def send_kv(connector: Any, kv: KVCacheTransferData, route: SendRoute, *, closing: threading.Event) -> int:
     """The bytes put, over all target ranks.
 
-    When one of several puts fails, a connector that can tell receivers tells all of them; no part is used alone.
+    When a part cannot be cut, packed or put, whatever the reason, a connector that can tell receivers tells all of
+    them (X02); no part is used alone.
 
     Raises:
         ConfigError: an empty request id, or a payload that cannot be packed.
         TopologyError: the parallel sizes or the heads do not divide, or this rank is outside its stage.
+        HandoffError: the engine's key builder failed.
         PutRejected: the connector did not take a payload.
         TransportError: the connector failed.
     """
     if not kv.request_id:
         raise ConfigError("a request without an id cannot be sent: its receiver would have no key to ask for")
     started = time.monotonic()
-    parts = _parts(kv, route, by_rank=addresses_ranks(connector))
+    targets = _keyed_targets(kv.request_id, route, by_rank=addresses_ranks(connector))
     nbytes, done = 0, 0
     try:
-        for part in parts:
+        # All parts are cut before the first is put.
+        for part in _parts(kv, route, targets):
             nbytes += _put(connector, part, route.stages, closing)
             done += 1
-    except OmniKVError as error:
+    # edge: an engine's payload and memory take part here; whatever they raise, receivers would wait in vain.
+    except Exception as error:
         # A key refused for good may still hold an earlier payload of the same request, which must not be lost (X07).
         taken = isinstance(error, PutRejected) and not error.retryable
-        undone = parts[:done] if taken else parts
-        _tell_receivers(connector, route.stages, [(part.key, part.target_rank) for part in undone], str(error))
+        _tell_receivers(connector, route.stages, targets[:done] if taken else targets, str(error))
         raise
     logger.info(
         "sent KV of request %s to %s: %d bytes under %d key(s) in %.1f ms",
-        kv.request_id, route.stages.to_stage, nbytes, len(parts), 1e3 * (time.monotonic() - started),
+        kv.request_id, route.stages.to_stage, nbytes, len(targets), 1e3 * (time.monotonic() - started),
     )  # fmt: skip
     return nbytes
 
@@ -177,7 +109,9 @@ def send_finished(
             kv = extract(request_id, what)
         # edge: an engine's caches take part here; whatever they raise, receivers would wait in vain (D05).
         except Exception as error:
-            fail(transfer_id, str(error))
+            untold = _try(fail, transfer_id, str(error))
+            if untold is not None:
+                logger.warning("the receivers of %s could not be told that it will not come: %s", transfer_id, untold)
             raise
         transfer(kv, transfer_id)
 
@@ -189,9 +123,10 @@ def send_finished(
     return list(finished)
 
 
-def _try(send_one: Callable[[str, Mapping[str, Any]], object], request_id: str, what: Mapping[str, Any]) -> str | None:
+def _try(call: Callable[..., object], *arguments: object) -> str | None:
+    """What went wrong in the call, in words; None when nothing did."""
     try:
-        send_one(request_id, what)
+        call(*arguments)
     # edge: an engine's resolver and caches take part here, and one request must not keep another's blocks.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
@@ -204,6 +139,7 @@ def announce_failure(connector: Any, request_id: str, route: SendRoute, cause: s
     Raises:
         ConfigError: the engine's key builder does not name one key a receiver.
         TopologyError: the parallel sizes do not divide, or this rank is outside its stage.
+        HandoffError: the engine's key builder failed.
     """
     if addresses_ranks(connector):
         _tell_receivers(connector, route.stages, _keyed_targets(request_id, route, by_rank=True), cause)
@@ -212,25 +148,38 @@ def announce_failure(connector: Any, request_id: str, route: SendRoute, cause: s
 def _tell_receivers(connector: Any, stages: Stages, targets: Sequence[tuple[str, int]], cause: str) -> None:
     if not addresses_ranks(connector):
         return
+    for key, target_rank in targets:
+        _tell_receiver(connector, stages, key, target_rank, cause)
+
+
+def _tell_receiver(connector: Any, stages: Stages, key: str, target_rank: int, cause: str) -> None:
     try:
-        for key, target_rank in targets:
-            connector.fail(*stages, key, cause, target_rank=target_rank)
-    except OmniKVError as error:
-        logger.warning("the receivers of %s could not be told that it will not come: %s", targets, error)
+        connector.fail(*stages, key, cause, target_rank=target_rank)
+    except OmniKVError as error:  # It must not keep the news from the others.
+        logger.warning("rank %d could not be told that %s will not come: %s", target_rank, key, error)
 
 
-def _parts(kv: KVCacheTransferData, route: SendRoute, *, by_rank: bool) -> list[_Part]:
+def _parts(kv: KVCacheTransferData, route: SendRoute, targets: Sequence[tuple[str, int]]) -> list[_Part]:
     topo = route.topo
-    targets = _keyed_targets(kv.request_id, route, by_rank=by_rank)
     if topo.source_tp_size >= topo.target_tp_size or callable(route.key_hook):
         return [_Part(key, target, kv) for key, target in targets]
     return [_Part(key, target, _cut(kv, topo, target)) for key, target in targets]
 
 
 def _keyed_targets(request_id: str, route: SendRoute, *, by_rank: bool) -> list[tuple[str, int]]:
-    """Each key with the receiver rank that asks for it."""
+    """Each key with the receiver rank that asks for it.
+
+    Raises:
+        ConfigError: the engine's key builder does not name one key a receiver where receivers are addressed by rank.
+        TopologyError: the parallel sizes do not divide, or this rank is outside its stage.
+        HandoffError: the engine's key builder failed.
+    """
     topo = route.topo
-    keys = build_rank_aware_send_keys(request_id, *route.stages, topo, hook=route.key_hook)
+    keys = by_hook(
+        "key builder",
+        request_id,
+        lambda: build_rank_aware_send_keys(request_id, *route.stages, topo, hook=route.key_hook),
+    )
     targets = get_kv_target_ranks(topo) if is_rank_aware(topo) else [0]
     if len(keys) == len(targets):
         return list(zip(keys, targets, strict=True))
@@ -297,5 +246,8 @@ def _plan(kv: KVCacheTransferData, *, checksum: bool) -> PayloadPlan:
 
 
 def _sources(layer_blocks: Mapping[str, Any]) -> Iterator[LayerSource | None]:
-    for key, value in zip(layer_blocks["key_cache"], layer_blocks["value_cache"], strict=True):
+    keys, values = layer_blocks["key_cache"], layer_blocks["value_cache"]
+    if len(keys) != len(values):
+        raise ConfigError(f"a payload needs a key and a value for each layer, got {len(keys)} and {len(values)} layers")
+    for key, value in zip(keys, values, strict=True):
         yield None if key is None and value is None else LayerSource(DenseSource(key), DenseSource(value))

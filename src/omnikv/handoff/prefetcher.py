@@ -49,8 +49,8 @@ class _Job(Generic[_Outcome]):
 class Prefetcher(Generic[_Outcome]):
     """Fetches one request at a time; close it to join its thread, which starts with the first request.
 
-    A `fetch` gives what it came to, or None when there is nothing to go on with. An error that it raises is logged and
-    counts as nothing, so that the taker fetches for itself.
+    A `fetch` gives what it came to, or None when there is nothing to go on with. Whatever it raises is logged and
+    counts as nothing, so that the taker fetches for itself; so does what still ran when this process was forked.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,7 @@ class Prefetcher(Generic[_Outcome]):
         `fetch` runs on the background thread, its copies to a CUDA `device` on a stream of their own.
         """
         with self._giving_back(), self._changed:
+            self._revive()
             self._discard_all(keep=request_id)
             if self._closed or len(self._queue) >= _CAPACITY:
                 return False
@@ -93,6 +94,7 @@ class Prefetcher(Generic[_Outcome]):
             PayloadLost: the payload was taken from the connector and is gone.
         """
         with self._giving_back(), self._changed:
+            self._revive()
             self._discard_all(keep=request_id)
             while Effect.AWAIT in (effects := self._step(Kind.TAKE, request_id)):
                 self._await(request_id, deadline)
@@ -107,8 +109,10 @@ class Prefetcher(Generic[_Outcome]):
     def wait_idle(self, timeout_s: float | None) -> bool:
         """Whether no fetch is queued or runs any more, at the latest after `timeout_s`; outcomes stay to be taken."""
         with self._changed:
+            self._revive()
             return self._changed.wait_for(
-                lambda: not self._table.having(Phase.QUEUED, Phase.RUNNING, Phase.ORPHANED), timeout_s
+                lambda: not self._table.having(Phase.QUEUED, Phase.RUNNING, Phase.ORPHANED),
+                None if timeout_s is None else _waitable(timeout_s),
             )
 
     def close(self) -> None:
@@ -133,7 +137,7 @@ class Prefetcher(Generic[_Outcome]):
 
     def _await(self, request_id: str, deadline: float) -> None:
         has_ended = self._changed.wait_for(
-            lambda: self._table.phase(request_id) is not Phase.RUNNING, max(deadline - time.monotonic(), 0.0)
+            lambda: self._table.phase(request_id) is not Phase.RUNNING, _waitable(deadline - time.monotonic())
         )
         if not has_ended:
             raise ReceiveTimeout(
@@ -156,6 +160,16 @@ class Prefetcher(Generic[_Outcome]):
             if request_id != keep:
                 logger.debug("discarding the prefetch of request %s", request_id)
                 self._step(Kind.DISCARD, request_id)
+
+    def _revive(self) -> None:
+        if self._thread is None or self._thread.is_alive() or self._closed:
+            return
+        # A forked child has none of its parent's threads.
+        self._thread = None
+        for request_id in self._table.having(Phase.RUNNING, Phase.ORPHANED):
+            self._step(Kind.FINISH, request_id)
+        if self._queue:
+            self._start_thread()
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -183,8 +197,8 @@ class Prefetcher(Generic[_Outcome]):
         try:
             with self._copy_stream(job.device):
                 return job.fetch()
-        # edge: the top of a background thread; what is raised here reaches nobody.
-        except Exception:
+        # edge: the top of a background thread; what is raised here reaches nobody, and a hook may even ask to exit.
+        except BaseException:
             logger.exception("the prefetch of request %s failed", job.request_id)
             return None
 
@@ -200,3 +214,8 @@ class Prefetcher(Generic[_Outcome]):
             with torch.cuda.stream(self._stream):
                 yield
             self._stream.synchronize()
+
+
+def _waitable(seconds: float) -> float:
+    """The time as a condition takes it: not negative, no more than threads can wait, and no time where it is none."""
+    return min(seconds, threading.TIMEOUT_MAX) if seconds > 0 else 0.0

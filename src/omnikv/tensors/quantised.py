@@ -66,7 +66,8 @@ def in_dtype(entries: Sequence[LayerKV], dtype: torch.dtype, *, copy: bool) -> l
         ConfigError: a layer does not convert into `dtype`.
         HandoffError: a value is beyond what float16 holds.
     """
-    if any(map(is_scale, entries)):
+    # Both, since a head of one element in float32 looks like a scale.
+    if any(map(is_scale, entries)) and any(name_of(entry.key.dtype) in FLOATS8 for entry in entries):
         return dequantise(entries, dtype)
     for number, layer in enumerate(entries):
         if not convertible(name_of(layer.key.dtype), name_of(dtype)):

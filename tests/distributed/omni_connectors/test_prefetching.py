@@ -185,3 +185,39 @@ def test_after_prefetching_is_shut_down_the_foreground_still_works(receiver, con
     receiver.start_prefetch(job())
     assert connector.asked == []
     assert receiver.consume_and_distribute_kv_cache(request_of())
+
+
+def test_what_was_prefetched_elsewhere_is_brought_to_the_device_that_the_request_runs_on(
+    receiver, connector, packed, request_of
+):
+    shelve(connector, packed)
+    receiver.start_prefetch(job(), "cpu")
+    assert receiver.wait_prefetch(SOON_S)
+    req = request_of()
+    assert receiver.consume_and_distribute_kv_cache(req, torch.device("meta"))
+    assert req.past_key_values.key_cache[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("odd", [None, [], ["r1"], "r1", {"request_id": "r1"}, job("dummy_req_id")])
+def test_a_job_that_says_too_little_or_is_a_warm_up_begins_nothing(receiver, connector, odd):
+    receiver.start_prefetch(odd)
+    assert receiver.wait_prefetch(SOON_S)
+    assert connector.asked == []
+
+
+def test_a_hook_that_asks_to_exit_in_the_background_ends_no_later_fetch(
+    receiver, connector, packed, request_of, heads_of
+):
+    def leave(*arguments):
+        raise SystemExit(3)
+
+    receiver.kv_recv_key_builder = leave
+    receiver.start_prefetch(job())
+    assert receiver.wait_prefetch(SOON_S)
+    receiver.kv_recv_key_builder = None
+    shelve(connector, packed)
+    receiver.start_prefetch(job("r1"))
+    assert receiver.wait_prefetch(SOON_S)
+    req = request_of()
+    assert receiver.consume_and_distribute_kv_cache(req)
+    assert heads_of(req.past_key_values) == [7]

@@ -157,3 +157,11 @@ def test_a_shape_with_two_readings_is_sent_once_the_settings_declare_it(make_sen
     declared = make_sender(connector=connector, kv_layout="stacked_1")
     assert finish(declared, what, two_blocks) == ["r1"]
     assert declared.counters == {"sent": 1}
+
+
+@pytest.mark.parametrize("wrong", [{"kv_layout": "sideways"}, {"kv_layout": "slot slot"}])
+def test_a_layout_that_is_none_costs_no_blocks(make_sender, connector, kv_caches, wrong, caplog):
+    sender = make_sender(connector=connector, **wrong)
+    assert finish(sender, {"r1": {"block_ids": [0], "seq_len": 2}, "r2": {}}, kv_caches) == ["r1", "r2"]
+    assert sender.counters == {"send_failed": 2}
+    assert "layout" in caplog.text

@@ -15,6 +15,7 @@ from omnikv.integrations.vllm_omni.settings import (
     read_settings,
     recv_stages,
     require_edge,
+    require_sound,
     send_stages,
     vote_rules,
     wants_async_prefetch,
@@ -180,3 +181,24 @@ def test_the_settings_of_a_vote_are_read_from_the_engines_configuration():
     config = read_settings({"kv_round_timeout": "0.25", "kv_channel_address": "10.0.0.5:7001"})
     assert config.kv_channel_address == "10.0.0.5:7001"
     assert vote_rules(config).slice_s == 0.25
+
+
+@pytest.mark.parametrize("name", ["recv_timeout", "kv_vote_timeout", "kv_round_timeout"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, None, "30", True])
+def test_a_time_that_no_receive_can_keep_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be a finite number of seconds"):
+        require_sound(OmniKVCacheConfig(**{name: value}))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+def test_x01_a_number_of_heads_that_is_none_is_refused(value):
+    with pytest.raises(ConfigError, match="kv_num_heads"):
+        require_sound(OmniKVCacheConfig(kv_num_heads=value))
+
+
+def test_a_receive_may_look_once_and_a_model_may_have_one_head():
+    require_sound(OmniKVCacheConfig(recv_timeout=0, kv_vote_timeout=0, kv_num_heads=1))
+
+
+def test_no_list_of_required_roles_is_an_empty_one():
+    assert vote_rules(OmniKVCacheConfig(kv_required_roles=None)).required_roles == ()

@@ -3,7 +3,7 @@
 Everything here is a name, an argument list and a few lines that say which component does the work:
 
     settings, connector, ranks    .settings, .connectors, .parallel
-    sending                       .sending, handoff.keyed_send
+    sending                       .sending, handoff.keyed_extract, handoff.keyed_send
     receiving                     .receiving, handoff.group_receive
 
 `get_local_tp_rank` and `get_tp_world_size` are looked up as globals of this module, where engines' tests patch them.
@@ -50,6 +50,12 @@ class OmniKVTransferManager(SendingStage, ReceivingStage):
     """Sends and receives the KV of one rank of one stage, as engines call it. `counters` say what came of it."""
 
     def __init__(self, config: OmniKVCacheConfig, *, async_prefetch: bool = False) -> None:
+        """A manager of this rank, which listens from now on if its stage sends.
+
+        Raises:
+            ConfigError: a setting that is none; a connector that cannot be opened is logged and counted instead.
+        """
+        settings.require_sound(config)
         self.config = config
         self.counters: Counter[str] = Counter()
         self.send_stages = settings.send_stages(config)

@@ -110,6 +110,9 @@ class ReceivingStage(ABC):
         """
         if not self.config.need_recv_cache or is_dummy_request_id(request_id):
             return None, 0
+        if not request_id:
+            logger.warning("a request without an id cannot receive KV")
+            return None, 0
         with self._together.opened_id(request_id) as (request, is_alone):
             try:
                 received = self._fetch(request, request_id, target_device, sender_info)
@@ -212,7 +215,8 @@ class ReceivingStage(ABC):
         if self._async_prefetch:
             data, _ = self.consume_prefetched_kv(req)
             if data is not None:
-                self.apply_kv_cache_to_request(req, data)
+                # It may have been prefetched to another device.
+                self.apply_kv_cache_to_request(req, move_tensors(data, device))
                 return True
             if str(self._resolve_request_id(req)) in self._prefetcher:
                 # Its fetch still runs, and another beside it would take away what it waits for.
@@ -255,18 +259,17 @@ class ReceivingStage(ABC):
         self, kv_prefetch_job: Mapping[str, Any] | None, target_device: torch.device | None = None
     ) -> None:
         """Begin to fetch the next request in the background, unless prefetching is off or the job says too little."""
-        if not (self._async_prefetch and self.config.need_recv_cache and kv_prefetch_job):
+        if not (self._async_prefetch and self.config.need_recv_cache and isinstance(kv_prefetch_job, Mapping)):
             return
         request_id, sender_info = kv_prefetch_job.get("request_id"), kv_prefetch_job.get("kv_sender_info")
         # A follower's KV comes from its leader; without a sender of its own a fetch could ask the wrong replica.
-        if not request_id or not sender_info or self.topo_config.is_follower:
+        if not request_id or not sender_info or self.topo_config.is_follower or is_dummy_request_id(request_id):
             return
-        if not has_free_memory(target_device, self.config.kv_prefetch_min_free_mem_ratio):
+        device = None if target_device is None else torch.device(target_device)
+        if not has_free_memory(device, self.config.kv_prefetch_min_free_mem_ratio):
             logger.warning("KV of request %s is not prefetched: too little device memory is free", request_id)
             return
-        self._prefetcher.submit(
-            request_id, lambda: self._prefetch_payload(request_id, sender_info, target_device), target_device
-        )
+        self._prefetcher.submit(request_id, lambda: self._prefetch_payload(request_id, sender_info, device), device)
 
     def consume_prefetched_kv(self, req: Any) -> _Received:
         """The prefetched payload and its size, or `(None, 0)` when there is none, or it did not come in time.

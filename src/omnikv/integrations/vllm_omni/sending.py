@@ -11,7 +11,8 @@ from typing import Any
 
 from omnikv.core.topology import KVTPTopology
 from omnikv.handoff.engine_connector import Stages
-from omnikv.handoff.keyed_send import SendRoute, announce_failure, extract_kv, send_finished, send_kv
+from omnikv.handoff.keyed_extract import extract_kv
+from omnikv.handoff.keyed_send import SendRoute, announce_failure, send_finished, send_kv
 from omnikv.integrations.vllm_omni import settings
 from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
 from omnikv.tensors.pack import KVCacheTransferData
@@ -44,9 +45,8 @@ class SendingStage(ABC):
         if not finished_reqs or not self.config.need_send_cache:
             return list(finished_reqs or ())
 
-        layout = settings.declared_layout(self.config, block_size)
-
         def extract(request_id: str, what: Mapping[str, Any]) -> KVCacheTransferData:
+            layout = settings.declared_layout(self.config, block_size)
             blocks, num_tokens, more = what.get("block_ids") or [], what.get("seq_len", 0), what.get("custom_metadata")
             return self._extract_kv_cache(
                 request_id, blocks, num_tokens, kv_caches, block_size, cache_dtype, more, layout=layout
@@ -71,6 +71,7 @@ class SendingStage(ABC):
         Raises:
             ConfigError: this stage sends on no edge, or its key builder does not name one key a receiver.
             TopologyError: the parallel sizes do not divide, or this rank is outside its stage.
+            HandoffError: the engine's key builder failed.
         """
         self.counters["declined"] += 1
         announce_failure(self.connector, request_id, self._send_route(), cause)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from omnikv.core.layout import Layout
+from omnikv.core.layout import Layout, is_count
 from omnikv.core.topology import KVTPTopology
 from omnikv.errors import ConfigError
 from omnikv.handoff.engine_seat import VotesOver
@@ -91,6 +91,27 @@ def read_settings(raw: Any, *, async_prefetch: bool = False) -> OmniKVCacheConfi
         raise ConfigError(f"omni_kv_config has a setting that is no number: {error}") from error
 
 
+def require_sound(config: OmniKVCacheConfig) -> None:
+    """Nothing, when every number that the settings state is one that a receive can keep.
+
+    A receive that never ends would hold its rank for ever, and its peers in a vote with it.
+
+    Raises:
+        ConfigError: a time is no finite number of seconds, or the number of KV heads no positive one.
+    """
+    for name, least in (
+        ("recv_timeout", "0 or more"),
+        ("kv_vote_timeout", "0 or more"),
+        ("kv_round_timeout", "above 0"),
+    ):
+        value: object = getattr(config, name)
+        is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        if not is_time or (value == 0 and least == "above 0"):
+            raise ConfigError(f"{name} must be a finite number of seconds, {least}, got {value!r}")
+    if config.kv_num_heads is not None and not is_count(config.kv_num_heads):
+        raise ConfigError(f"kv_num_heads must be the model's number of KV heads or None, got {config.kv_num_heads!r}")
+
+
 def declared_layout(config: OmniKVCacheConfig, block_size: int) -> Layout | None:
     """The layout that the settings declare for caches with blocks of `block_size` tokens, or None.
 
@@ -112,11 +133,9 @@ def vote_rules(config: OmniKVCacheConfig) -> VoteRules:
     ):
         if value not in known:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    required: Any = config.kv_required_roles
+    required: Any = config.kv_required_roles or ()
     if isinstance(required, str) or not all(isinstance(role, str) and role for role in required):
         raise ConfigError(f"kv_required_roles must be a list of role names, got {required!r}")
-    if not 0 < config.kv_round_timeout < math.inf:
-        raise ConfigError(f"kv_round_timeout must be a finite number of seconds above 0, got {config.kv_round_timeout}")
     return VoteRules(
         need_recv_cache=bool(config.need_recv_cache),
         dialect=cast(Dialect, config.kv_agreement),
