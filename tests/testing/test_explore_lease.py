@@ -1,7 +1,5 @@
 """The exploration of a payload's life finds nothing in the shipped steps, and every mistake that is made on purpose."""
 
-from dataclasses import replace
-
 import pytest
 
 from omnikv.core import lease as core
@@ -17,13 +15,13 @@ def test_every_way_that_a_payloads_life_can_go_is_right():
 
 def frees_under_readers(life, effects):
     if life.has_room and life.phase not in (Phase.ANNOUNCED, Phase.READY) and not life.is_written:
-        return replace(life, has_room=False), (Effect.FREE_ROOM, *effects)
+        return life._replace(has_room=False), (Effect.FREE_ROOM, *effects)
     return life, effects
 
 
 def frees_under_the_writer(life, effects):
     if life.has_room and life.phase not in (Phase.ANNOUNCED, Phase.READY) and not life.grips:
-        return replace(life, has_room=False), (Effect.FREE_ROOM, *effects)
+        return life._replace(has_room=False), (Effect.FREE_ROOM, *effects)
     return life, effects
 
 
@@ -52,7 +50,7 @@ MUTANTS = {
     "the latest end counts": (
         "_after",
         lambda life, event, after=core._after: (
-            replace(life, phase=Phase.ABORTED, interest=frozenset(), expires_at=None)
+            life._replace(phase=Phase.ABORTED, interest=frozenset(), expires_at=None)
             if isinstance(event, core.Abort)
             else after(life, event)
         ),

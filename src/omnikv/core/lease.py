@@ -30,13 +30,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from omnikv.core.keys import PayloadId
 from omnikv.errors import Aborted, AlreadyConsumed, Expired, HandoffError, LocalProtocolError, ProducerFailed
-
-_MAX_HISTORY = 8
 
 
 class Phase(enum.Enum):
@@ -68,8 +65,7 @@ class Grip(NamedTuple):
     holder: Hashable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Life(NamedTuple):
     """What is known of one identity. `expires_at` is None while its clock stands; `done` are the readers that used it.
 
     `is_written` says that its writer is not done with its room, and `has_room` that the room is not freed.
@@ -86,7 +82,6 @@ class Life:
     interest: frozenset[Hashable] = frozenset()
     expires_at: float | None = None
     cause: str = ""
-    history: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def is_over(self) -> bool:
@@ -224,7 +219,9 @@ def step(life: Life, event: Event, now: float) -> tuple[Life, tuple[Effect, ...]
     after = _after(life, event)
     if after is life:
         return life, effects
-    after = replace(after, expires_at=_clock(life, after, now), history=_noted(life, event))
+    expires_at = _clock(life, after, now)
+    if expires_at != after.expires_at:
+        after = after._replace(expires_at=expires_at)
     changed = effects + ((Effect.LOOK_AGAIN,) if _may_matter(life, after) else ())
     return _tidy(after, changed)
 
@@ -243,21 +240,21 @@ def _after(life: Life, event: Event) -> Life:
         case Publish(generation):
             if generation != life.generation or life.phase is not Phase.ANNOUNCED:
                 raise _refusal(life, event)
-            return replace(life, phase=Phase.READY, is_written=False)
+            return life._replace(phase=Phase.READY, is_written=False)
         case Drop(generation):
             return _dropped(life) if generation == life.generation and life.is_written else life
         case Take(lease, reader, holder):
             if answer(life, reader) is not Answer.TAKE:
                 raise _refusal(life, event)
-            return replace(life, grips=(*life.grips, Grip(lease, reader, holder)))
+            return life._replace(grips=(*life.grips, Grip(lease, reader, holder)))
         case Acknowledge(lease, holder):
             return _acknowledged(life, lease, holder)
         case GiveBack(lease, holder):
-            return replace(life, grips=_without(life, lease, holder)) if _find(life, lease, holder) else life
+            return life._replace(grips=_without(life, lease, holder)) if _find(life, lease, holder) else life
         case Interest(who):
-            return life if who in life.interest else replace(life, interest=life.interest | {who})
+            return life if who in life.interest else life._replace(interest=life.interest | {who})
         case NoInterest(who):
-            return replace(life, interest=life.interest - {who}) if who in life.interest else life
+            return life._replace(interest=life.interest - {who}) if who in life.interest else life
         case Fail(cause):
             return life if life.is_over else _ended(life, Phase.FAILED, cause)
         case Abort(cause):
@@ -285,15 +282,14 @@ def _reserved(life: Life, event: Event, generation: int, num_readers: int, ttl_s
 def _dropped(life: Life) -> Life:
     if life.phase is Phase.ANNOUNCED:
         return Life(generation=life.generation, has_room=True, interest=life.interest)
-    return replace(life, is_written=False)
+    return life._replace(is_written=False)
 
 
 def _acknowledged(life: Life, lease: int, holder: Hashable) -> Life:
     grip = _find(life, lease, holder)
     if grip is None:
         return life
-    after = replace(
-        life,
+    after = life._replace(
         grips=_without(life, lease, holder),
         done=life.done | {grip.reader},
         interest=life.interest - {holder},
@@ -304,7 +300,7 @@ def _acknowledged(life: Life, lease: int, holder: Hashable) -> Life:
 
 def _ended(life: Life, phase: Phase, cause: str) -> Life:
     # Whoever was interested is told; what comes under this identity later is another life.
-    return replace(life, phase=phase, cause=cause, interest=frozenset(), expires_at=None)
+    return life._replace(phase=phase, cause=cause, interest=frozenset(), expires_at=None)
 
 
 def _clock(before: Life, after: Life, now: float) -> float | None:
@@ -323,7 +319,7 @@ def _tidy(life: Life, effects: tuple[Effect, ...]) -> tuple[Life, tuple[Effect, 
     """Frees the room once it is nobody's any more."""
     in_use = life.phase in (Phase.ANNOUNCED, Phase.READY) or life.is_written or life.grips
     if life.has_room and not in_use:
-        return replace(life, has_room=False), (Effect.FREE_ROOM, *effects)
+        return life._replace(has_room=False), (Effect.FREE_ROOM, *effects)
     return life, effects
 
 
@@ -335,16 +331,8 @@ def _without(life: Life, lease: int, holder: Hashable) -> tuple[Grip, ...]:
     return tuple(grip for grip in life.grips if (grip.lease, grip.holder) != (lease, holder))
 
 
-def _noted(life: Life, event: Event) -> tuple[str, ...]:
-    return (*life.history, type(event).__name__)[-_MAX_HISTORY:]
-
-
 def _refusal(life: Life, event: Event) -> LocalProtocolError:
-    history = ", ".join(life.history) or "nothing"
-    return LocalProtocolError(
-        f"{event} is not possible: generation {life.generation} is {life.phase.value} after {history}",
-        history=(*life.history, type(event).__name__),
-    )
+    return LocalProtocolError(f"{event} is not possible: generation {life.generation} is {life.phase.value}")
 
 
 def error_of(payload: PayloadId, end: End) -> HandoffError:

@@ -9,11 +9,11 @@ The table does no I/O and takes no lock: its owner calls it under its own. `now`
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from omnikv.core import lease as core
 from omnikv.core.keys import PayloadId
@@ -23,15 +23,10 @@ from omnikv.errors import LocalProtocolError, PutRejected
 
 MAX_ENDS = 4096
 MAX_OTHERS = 3
+MAX_HISTORY = 8
+NOTHING_YET = Life()
 
 Room = TypeVar("Room")
-
-
-class Ticket(NamedTuple):
-    """One life of a payload, in the hand of its writer."""
-
-    payload: PayloadId
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +39,23 @@ class Grant(Generic[Room]):
 
 @dataclass(slots=True, eq=False)
 class _Record(Generic[Room]):
-    life: Life = field(default_factory=Life)
+    payload: PayloadId
+    life: Life = NOTHING_YET
     room: Room | None = None
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket(Generic[Room]):
+    """One life of a payload, in the hand of its writer."""
+
+    record: _Record[Room]
+    generation: int
+
+    @property
+    def payload(self) -> PayloadId:
+        """Whose life it is."""
+        return self.record.payload
 
 
 class Ledger(Generic[Room]):
@@ -68,10 +78,10 @@ class Ledger(Generic[Room]):
         self._free = free
         self._look_again = look_again
         self._records: dict[PayloadId, _Record[Room]] = {}
-        self._ended: dict[PayloadId, None] = {}
-        self._leases: dict[int, PayloadId] = {}
+        self._ended: dict[_Record[Room], None] = {}
+        self._leases: dict[int, _Record[Room]] = {}
         # In the order in which they are due: all lives have the same time, so the latest to start is the last to end.
-        self._due: dict[PayloadId, float] = {}
+        self._due: dict[_Record[Room], float] = {}
         self._next_generation = 1
         self._next_lease = 1
         self._ends: Counter[str] = Counter()
@@ -98,7 +108,7 @@ class Ledger(Generic[Room]):
             **{name: self._ends[name] for name in ("released", "expired", "failed", "aborted")},
         }
 
-    def reserve(self, payload: PayloadId, num_readers: int, now: float) -> Ticket:
+    def reserve(self, payload: PayloadId, num_readers: int, now: float) -> Ticket[Room]:
         """A new life of `payload`, without room yet.
 
         Raises:
@@ -119,53 +129,53 @@ class Ledger(Generic[Room]):
                 key=payload.encode(),
                 rank=payload.source_rank,
             )
-        ticket = Ticket(payload, self._next_generation)
+        ticket = Ticket(record or self._new(payload), self._next_generation)
         self._next_generation += 1
-        self._apply(payload, core.Reserve(ticket.generation, num_readers, self._ttl_s), now)
+        ticket.record.history.clear()
+        self._apply(ticket.record, core.Reserve(ticket.generation, num_readers, self._ttl_s), now)
         return ticket
 
-    def furnish(self, ticket: Ticket, room: Room) -> bool:
+    def furnish(self, ticket: Ticket[Room], room: Room) -> bool:
         """Whether the life has `room` now; not when it was ended by `clear` meanwhile."""
-        record = self._record_of(ticket)
-        if record is None:
-            return False
-        record.room = room
-        return True
+        is_live = _is_live(ticket)
+        if is_live:
+            ticket.record.room = room
+        return is_live
 
     def room_being_written(self, payload: PayloadId) -> Room | None:
         """The room of a payload that is not published yet, or None where there is no such payload, or no room yet."""
         record = self._records.get(payload)
         return record.room if record is not None and record.life.phase is Phase.ANNOUNCED else None
 
-    def publish(self, ticket: Ticket, now: float) -> None:
+    def publish(self, ticket: Ticket[Room], now: float) -> None:
         """Nothing; the payload may be leased from now on.
 
         Raises:
             LocalProtocolError: it was published, dropped, failed or aborted before; in the latter cases it ends here.
         """
-        record = self._record_of(ticket)
-        if record is None or record.life.phase is not Phase.ANNOUNCED:
-            life = Life() if record is None else record.life
-            went = f"it was {life.phase.value} ({life.cause})" if life.cause else "it was published or dropped before"
+        record, life = ticket.record, ticket.record.life
+        if not _is_live(ticket) or life.phase is not Phase.ANNOUNCED:
+            is_it = life.generation == ticket.generation and life.cause
+            went = f"it was {life.phase.value} ({life.cause})" if is_it else "it was published or dropped before"
             self.drop(ticket, now)
             raise LocalProtocolError(
-                f"{self._transport}: payload {ticket.payload.encode()} cannot be published: {went}; reserve it again",
-                history=life.history,
-                request_id=ticket.payload.transfer_id,
+                f"{self._transport}: payload {record.payload.encode()} cannot be published: {went}; reserve it again",
+                history=tuple(record.history),
+                request_id=record.payload.transfer_id,
             )
-        self._apply(ticket.payload, core.Publish(ticket.generation), now)
+        self._apply(record, core.Publish(ticket.generation), now)
 
-    def drop(self, ticket: Ticket, now: float) -> None:
+    def drop(self, ticket: Ticket[Room], now: float) -> None:
         """Nothing; ends the life of a payload that was not published, and does nothing to any other."""
-        self._apply(ticket.payload, core.Drop(ticket.generation), now)
+        self._apply(ticket.record, core.Drop(ticket.generation), now)
 
     def fail(self, payload: PayloadId, cause: str, now: float) -> None:
         """Nothing; whoever asks for `payload` is told `cause`, and its room is free once nobody writes or reads it."""
-        self._apply(payload, core.Fail(spell_reason(cause)), now)
+        self._apply(self._records.get(payload) or self._new(payload), core.Fail(spell_reason(cause)), now)
 
     def abort(self, payload: PayloadId, cause: str, now: float) -> None:
         """Nothing; as `fail`, for a request that nobody needs any more."""
-        self._apply(payload, core.Abort(spell_reason(cause)), now)
+        self._apply(self._records.get(payload) or self._new(payload), core.Abort(spell_reason(cause)), now)
 
     def ask(self, payload: PayloadId, reader: int, holder: Hashable, now: float) -> Grant[Room] | End | None:
         """A lease for `holder`, which acts for `reader`; or how the payload's life ended; or None: not yet."""
@@ -180,8 +190,8 @@ class Ledger(Generic[Room]):
             return None
         lease = self._next_lease
         self._next_lease += 1
-        self._leases[lease] = payload
-        self._apply(payload, core.Take(lease, reader, holder), now)
+        self._leases[lease] = record
+        self._apply(record, core.Take(lease, reader, holder), now)
         assert record.room is not None
         return Grant(lease, record.room)
 
@@ -195,8 +205,8 @@ class Ledger(Generic[Room]):
 
     def leave(self, holder: Hashable, now: float) -> None:
         """Nothing; everything that `holder` leased can be leased again."""
-        for lease, payload in list(self._leases.items()):
-            if any((grip.lease, grip.holder) == (lease, holder) for grip in self._records[payload].life.grips):
+        for lease, record in list(self._leases.items()):
+            if any((grip.lease, grip.holder) == (lease, holder) for grip in record.life.grips):
                 self.give_back(lease, holder, now)
 
     def others_ready(self, payload: PayloadId) -> tuple[str, ...]:
@@ -216,11 +226,13 @@ class Ledger(Generic[Room]):
 
     def interest(self, payload: PayloadId, who: Hashable, now: float) -> None:
         """Nothing; the payload does not expire while `who` is interested."""
-        self._apply(payload, core.Interest(who), now)
+        self._apply(self._records.get(payload) or self._new(payload), core.Interest(who), now)
 
     def no_interest(self, payload: PayloadId, who: Hashable, now: float) -> None:
         """Nothing; `who` is interested no more."""
-        self._apply(payload, core.NoInterest(who), now)
+        record = self._records.get(payload)
+        if record is not None:
+            self._apply(record, core.NoInterest(who), now)
 
     def is_interested(self, payload: PayloadId, who: Hashable) -> bool:
         """Whether `who` is still counted as interested: not after an end, nor after its acknowledgement."""
@@ -234,58 +246,62 @@ class Ledger(Generic[Room]):
 
     def clear(self, now: float) -> None:
         """Nothing; ends every life and forgets all, as a sender does that closes."""
-        for payload in list(self._records):
-            self._apply(payload, core.Close(), now)
+        for record in list(self._records.values()):
+            self._apply(record, core.Close(), now)
         self._leases.clear()
         self._ended.clear()
         self._records.clear()
 
-    def _record_of(self, ticket: Ticket) -> _Record[Room] | None:
-        record = self._records.get(ticket.payload)
-        is_it = record is not None and record.life.generation == ticket.generation and record.life.has_room
-        return record if is_it else None
+    def _new(self, payload: PayloadId) -> _Record[Room]:
+        record: _Record[Room] = _Record(payload)
+        self._records[payload] = record
+        return record
 
     def _end_lease(self, lease: int, event: Event, now: float) -> None:
-        payload = self._leases.get(lease)
-        if payload is None:
+        record = self._leases.get(lease)
+        if record is None:
             return
-        self._apply(payload, event, now)
-        record = self._records.get(payload)
-        if record is None or all(grip.lease != lease for grip in record.life.grips):
+        self._apply(record, event, now)
+        if all(grip.lease != lease for grip in record.life.grips):
             del self._leases[lease]
 
-    def _apply(self, payload: PayloadId, event: Event, now: float) -> None:
-        record = self._records.get(payload) or _Record()
+    def _apply(self, record: _Record[Room], event: Event, now: float) -> None:
         before = record.life
         life, effects = core.step(before, event, now)
         if life is before:
             return
         record.life = life
-        self._records[payload] = record
-        self._note(payload, before, life)
+        record.history.append(type(event).__name__)
+        self._note(record, before, life)
         for effect in effects:
             if effect is Effect.LOOK_AGAIN:
-                self._look_again(payload)
+                self._look_again(record.payload)
             elif record.room is not None:
                 room, record.room = record.room, None
                 self._free(room)
 
-    def _note(self, payload: PayloadId, before: Life, life: Life) -> None:
+    def _note(self, record: _Record[Room], before: Life, life: Life) -> None:
         """Keeps the counts, the due times and the bounds in step with a life."""
         self._ready += (life.phase is Phase.READY) - (before.phase is Phase.READY)
         if life.expires_at != before.expires_at:
-            self._due.pop(payload, None)
+            self._due.pop(record, None)
             if life.expires_at is not None:
-                self._due[payload] = life.expires_at
+                self._due[record] = life.expires_at
         if life.is_over and not before.is_over:
             self._ends[life.phase.value] += 1
-        self._ended.pop(payload, None)
+        self._ended.pop(record, None)
         if life.has_room:
             return
         if life.phase is Phase.ABSENT and not life.interest:
-            del self._records[payload]
+            del self._records[record.payload]
         elif life.is_over:
-            self._ended[payload] = None
+            self._ended[record] = None
             if len(self._ended) > MAX_ENDS:
                 oldest = next(iter(self._ended))
-                del self._ended[oldest], self._records[oldest]
+                del self._ended[oldest], self._records[oldest.payload]
+
+
+def _is_live(ticket: Ticket[Room]) -> bool:
+    """Whether the writer's life goes on: a later generation, or none, is not it."""
+    life = ticket.record.life
+    return life.generation == ticket.generation and life.has_room

@@ -25,7 +25,7 @@ ALIGN_NBYTES = 64
 class MemorySlot(Slot):
     """Room for one payload in this process's memory."""
 
-    def __init__(self, source: MemorySource, ticket: Ticket, block: memoryview) -> None:
+    def __init__(self, source: MemorySource, ticket: Ticket[memoryview], block: memoryview) -> None:
         self._source = source
         self._ticket = ticket
         self._block = block
@@ -71,7 +71,7 @@ class MemorySource:
 
     def reserve_all(self, requests: Sequence[PutRequest], deadline: float) -> list[Slot]:
         """Room for all payloads or for none, waited for until `deadline`."""
-        tickets: list[Ticket] = []
+        tickets: list[Ticket[memoryview]] = []
         with ExitStack() as on_failure:
             on_failure.callback(self._drop_all, tickets)
             with self._exchange.lock:
@@ -84,13 +84,13 @@ class MemorySource:
             on_failure.pop_all()
         return slots
 
-    def publish(self, ticket: Ticket) -> None:
+    def publish(self, ticket: Ticket[memoryview]) -> None:
         """Nothing; for this source's slots."""
         with self._exchange.lock:
             self._require_open()
             self._ledger.publish(ticket, time.monotonic())
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: Ticket[memoryview]) -> None:
         """Nothing; for this source's slots."""
         with self._exchange.lock:
             self._ledger.drop(ticket, time.monotonic())
@@ -181,11 +181,11 @@ class MemorySource:
         due_at = self._ledger.next_expiry
         return math.inf if due_at is None else due_at
 
-    def _drop_all(self, tickets: Sequence[Ticket]) -> None:
+    def _drop_all(self, tickets: Sequence[Ticket[memoryview]]) -> None:
         for ticket in tickets:
             self.drop(ticket)
 
-    def _allocate_all(self, requests: Sequence[PutRequest], tickets: Sequence[Ticket]) -> list[Slot]:
+    def _allocate_all(self, requests: Sequence[PutRequest], tickets: Sequence[Ticket[memoryview]]) -> list[Slot]:
         nbytes = sum(wanted.nbytes for wanted in requests)
         with self._exchange.lock:
             self._require_open()

@@ -84,7 +84,7 @@ class PairSlot(Slot):
     """Room for one payload at its sender."""
 
     def __init__(
-        self, offers: Offers[Any], ticket: Ticket, view: memoryview, wrote: Callable[[int, int], None]
+        self, offers: Offers[Any], ticket: Ticket[Any], view: memoryview, wrote: Callable[[int, int], None]
     ) -> None:
         self._offers = offers
         self._ticket = ticket
@@ -144,7 +144,7 @@ class Offers(Generic[Room]):
 
     def reserve_all(self, requests: Sequence[PutRequest], deadline: float) -> list[Slot]:
         """Room for all payloads or for none; finding it may take long and happens outside of the lock."""
-        tickets: list[Ticket] = []
+        tickets: list[Ticket[Room]] = []
         with ExitStack() as on_failure:
             # Long enough to be interrupted; the identities must be free again whatever ends it.
             on_failure.callback(self._drop_all, tickets)
@@ -168,14 +168,14 @@ class Offers(Generic[Room]):
             for ticket, room in zip(tickets, rooms, strict=True)
         ]
 
-    def publish(self, ticket: Ticket) -> None:
+    def publish(self, ticket: Ticket[Room]) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""
         with self._lock:
             self._require_open()
             self._ledger.publish(ticket, time.monotonic())
             self._set_alarm()
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: Ticket[Room]) -> None:
         """End the payload unless it was published."""
         with self._lock:
             self._ledger.drop(ticket, time.monotonic())
@@ -276,7 +276,7 @@ class Offers(Generic[Room]):
         # What expires is freed by the loop's thread.
         return math.inf
 
-    def _drop_all(self, tickets: Sequence[Ticket]) -> None:
+    def _drop_all(self, tickets: Sequence[Ticket[Room]]) -> None:
         for ticket in tickets:
             self.drop(ticket)
 

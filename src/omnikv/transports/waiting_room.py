@@ -42,15 +42,16 @@ class WaitingRoom:
         Raises:
             PutRejected: `take` says that there is never enough room, or there was none by `deadline`.
         """
+        is_patient = deadline > time.monotonic()
+        no_room: PutRejected | None = None
         with self._lock:
             ticket = self._next_ticket
             self._next_ticket += 1
-        is_patient = deadline > time.monotonic()
-        no_room: PutRejected | None = None
         try:
             with self._lock:
                 self._step(admission.Arrive(ticket, is_patient))
-            while (freed := self._wait(ticket, deadline, look)) is not None:
+                freed = self._turns.pop(ticket, None)
+            while freed is not None or (freed := self._wait(ticket, deadline, look)) is not None:
                 try:
                     return take()
                 except PutRejected as error:
@@ -59,6 +60,7 @@ class WaitingRoom:
                     no_room = error
                 with self._lock:
                     self._step(admission.NoRoom(ticket, is_patient, freed))
+                freed = None
             raise no_room or self._behind_others()
         finally:
             # A raised error refers to this frame, which must not refer to it.
