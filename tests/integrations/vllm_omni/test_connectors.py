@@ -76,7 +76,7 @@ def test_a_transport_of_ours_needs_no_engine():
 
 
 def test_an_unknown_type_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mock' is not known.*memory, shm, tcp"):
+    with pytest.raises(ConfigError, match=r"'mock' is not known.*SharedMemory.*memory, mooncake, nixl, shm, tcp"):
         open_connector(config({"type": "mock"}), TOPOLOGY)
 
 

@@ -1,7 +1,8 @@
 """The connector that a stage's settings ask for: the engine's own, or one over a transport of omnikv.
 
-`connector_config` is `{"type": name, ...}`. A name that the engine's factory has registered is the engine's; any other
-is looked up among our transports, so `{"type": "shm"}` works with and without an engine.
+`connector_config` is `{"type": name, ...}`. A name that the engine's factory has registered is the engine's. Without an
+engine the published names are connectors of ours that speak with released ones; any other name is looked up among our
+transports, so `{"type": "shm"}` works with and without an engine.
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ TRANSFER_ENGINES = frozenset(
         "MooncakeTransferEngineConnector",
         "MoriTransferEngineConnector",
         "NixlConnector",
+        "OmniKVTcpConnector",
         "YuanrongTransferEngineConnector",
     }
 )
+# Connectors of ours under published names; each is loaded when it is asked for.
+_PUBLISHED: Mapping[str, tuple[str, str]] = {
+    "MooncakeTransferEngineConnector": ("omnikv.integrations.vllm_omni.mooncake", "MooncakeTransferEngineConnector"),
+    "NixlConnector": ("omnikv.integrations.vllm_omni.addressed", "NixlConnector"),
+    "OmniKVTcpConnector": ("omnikv.integrations.vllm_omni.addressed", "OmniKVTcpConnector"),
+    "SharedMemoryConnector": ("omnikv.integrations.vllm_omni.shared_memory", "SharedMemoryConnector"),
+}
 _DEFAULT_PORT = 50051
 # What the manager and the engine write into a connector's settings; a transport of ours finds its peers by rank.
 _NOT_FOR_TRANSPORTS = frozenset(
@@ -56,10 +65,12 @@ def open_connector(config: OmniKVCacheConfig, topology: KVTPTopology) -> Any:
     factory = _engine_factory(name)
     if factory is not None:
         return _open_engine_connector(factory, name, config, topology)
+    if name in _PUBLISHED:
+        return _open_published(name, connector_options(config, topology), topology)
     if name not in available_transports():
         raise ConfigError(
-            f"connector type {name!r} is not known: no engine registers it, and omnikv's transports are "
-            f"{', '.join(available_transports())}"
+            f"connector type {name!r} is not known: no engine registers it, omnikv's connectors are "
+            f"{', '.join(sorted(_PUBLISHED))}, and its transports {', '.join(available_transports())}"
         )
     options = {key: value for key, value in settings.items() if key not in _NOT_FOR_TRANSPORTS}
     namespace, replica = options.pop("namespace", "default"), options.pop("replica", 0)
@@ -138,6 +149,12 @@ def _open_engine_connector(factory: Any, name: str, config: OmniKVCacheConfig, t
     # edge: an engine's connector may raise anything when it starts.
     except Exception as error:
         raise TransportError(f"the engine's connector {name!r} did not start: {error}") from error
+
+
+def _open_published(name: str, options: dict[str, Any], topology: KVTPTopology) -> Any:
+    module, attribute = _PUBLISHED[name]
+    connector = getattr(importlib.import_module(module), attribute)
+    return connector(options, topology) if issubclass(connector, TransportConnector) else connector(options)
 
 
 def _base_port(options: Mapping[str, Any]) -> int:

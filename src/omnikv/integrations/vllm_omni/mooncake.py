@@ -1,178 +1,400 @@
-"""Asks a sender's Mooncake connector what it holds: the metadata half of that connector, without its RDMA half.
+"""The published Mooncake connector: a sender that is pulled from, or a receiver that pulls, as its `role` says.
 
-A sender listens on a ZeroMQ ROUTER socket. A receiver sends `QUERY_INFO` followed by a msgpack-encoded `QueryRequest`
-from a REQ socket and reads one frame: a `QueryResponse`, or `INFO_NOT_FOUND`. A REQ socket that missed an answer can
-never be used again, so it is thrown away and the next query connects anew. ZeroMQ sockets belong to one thread, so
-each thread has its own.
+    settings of a configuration file, sizes, keys, forms of a payload    here
+    asking a sender what it holds                                        .mooncake_query
+    holding payloads, and writing them to whoever pulls                  .mooncake_sender
+    pulling, and memory that may still be written to                     .mooncake_pulls, transports.landing
+    the engine                                                           transports.mooncake_engine
 
-Payload bytes travel by RDMA through an engine that is not part of this release; `put` and `get` say so.
+It speaks with released engines in both directions. Between two ends of ours the transport `mooncake` does the same work
+with proved peers, leases and notices.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
+import ctypes
+import os
+import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypedDict
+from typing import Any, cast
 
 import msgspec
+import torch
 
 from omnikv.core.messages import INFO_NOT_FOUND, QUERY_INFO, QueryRequest, QueryResponse
-from omnikv.errors import TransportUnavailable
+from omnikv.errors import ConfigError, PutRejected, TransportError
+from omnikv.integrations.vllm_omni.mooncake_pulls import GRACE_S, MooncakePulls
+from omnikv.integrations.vllm_omni.mooncake_query import QUERY_TIMEOUT_MS, SenderMetadata, SenderQueries
+from omnikv.integrations.vllm_omni.mooncake_sender import TRANS_DONE, Held, MooncakeAgentMetadata, MooncakeSender
+from omnikv.integrations.vllm_omni.object_wire import decode_object, encode_object
+from omnikv.transports.landing import LandingPool, LandingRoom
+from omnikv.transports.mooncake_engine import MooncakeEngine, mooncake_engine
 
-__all__ = ["INFO_NOT_FOUND", "QUERY_INFO", "MooncakeTransferEngineConnector", "QueryRequest", "QueryResponse"]
+__all__ = [
+    "INFO_NOT_FOUND",
+    "QUERY_INFO",
+    "MooncakeAgentMetadata",
+    "MooncakeTransferEngineConnector",
+    "PooledBuffer",
+    "QueryRequest",
+    "QueryResponse",
+]
 
-logger = logging.getLogger("omnikv.vllm_omni")
-
-QUERY_TIMEOUT_MS = 5000
 _NAME = "mooncake"
+DEFAULT_POOL_NBYTES = 1 << 30
+DEFAULT_PORT = 50051
+DEFAULT_TTL_S = 300.0
+# How long a pull without a deadline waits: as released engines do, 30 s and 5 s more for each 100 MB.
+PULL_S = 30.0
+PULL_STEP_S = 5.0
+PULL_STEP_NBYTES = 100 << 20
+_ANY_HOST = ("", "auto", "*", "0.0.0.0", "::")
 
 
-class SenderMetadata(TypedDict):
-    """What one sender holds under a key, and where to ask for it; published as a plain dict."""
+class PooledBuffer:
+    """A payload in the connector's pool: `tensor` is its bytes, 1-D uint8, to be read until `release`."""
 
-    source_host: str
-    source_port: int
-    data_size: int
-    is_fast_path: bool
+    def __init__(self, room: LandingRoom) -> None:
+        self._room = room
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The payload's bytes, in the pool."""
+        return cast(torch.Tensor, self._room.view)
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return self.tensor.numel()
+
+    def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The payload as a tensor of this type and shape, in the pool.
+
+        Raises:
+            ConfigError: it has not that many bytes.
+        """
+        if self.size != dtype.itemsize * torch.Size(shape).numel():
+            raise ConfigError(f"a payload of {self.size} bytes is no {dtype} tensor of shape {shape}")
+        return self.tensor.view(dtype).reshape(shape)
+
+    def to_bytes(self) -> bytes:
+        """A copy of the payload."""
+        here = self.tensor.cpu()
+        return ctypes.string_at(here.data_ptr(), here.numel())
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._room.abandon()
+
+    def __enter__(self) -> PooledBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
-class MooncakeTransferEngineConnector:
-    """Reads the metadata that senders publish under their keys. Safe to use from several threads; close it once."""
+class MooncakeTransferEngineConnector(SenderQueries):
+    """Puts at a sender, gets at a receiver. Safe to use from several threads; close it once.
+
+    `config` is what a configuration file says: `role` ("sender", "receiver"), `host`, `zmq_port` (0: any free one),
+    `protocol` ("rdma", "tcp"), `device_name`, `memory_pool_size` in bytes, `memory_pool_device`, `buffer_ttl_seconds`,
+    `sender_host` and `sender_zmq_port`. The engine and its memory are taken when they are first needed, at a sender at
+    once.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        TransportUnavailable: the engine or pyzmq is not installed, or does not start.
+        TransportError: the address of a sender is taken.
+    """
+
+    supports_raw_data = True
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        """`config` may name the default sender, as `sender_host` and `sender_zmq_port`; other keys are not read."""
-        config = config or {}
-        self.sender_host: str | None = config.get("sender_host")
-        self.sender_zmq_port: int | None = config.get("sender_zmq_port")
-        self._sender_endpoints: dict[int, tuple[str, int]] = {}
-        # By thread and address, for a REQ socket must not be shared between threads.
-        self._sockets: dict[tuple[threading.Thread, str], Any] = {}
-        self._lock = threading.Lock()
-        self._context: Any = None
-        self._closed = False
+        super().__init__(config)
+        self.config = dict(config or {})
+        self._role = str(self.config.get("role", "sender")).lower()
+        if self._role not in ("sender", "receiver"):
+            raise ConfigError(f"{_NAME}: role must be 'sender' or 'receiver', got {self._role!r}")
+        self.can_put = self._role == "sender"
+        self.host = _reachable_host(self.config.get("host"))
+        self.zmq_port = int(self.config.get("zmq_port", DEFAULT_PORT))
+        self._ttl_s = float(self.config.get("buffer_ttl_seconds", DEFAULT_TTL_S))
+        self._start_lock = threading.Lock()
+        self._memory: _Memory | None = None
+        self._sender: MooncakeSender | None = None
+        self._pulls: MooncakePulls | None = None
+        self._counters: Counter[str] = Counter(puts=0, gets=0, bytes_transferred=0, errors=0, timeouts=0)
+        if self.can_put:
+            memory = self._memory_here()
+            try:
+                self._sender = MooncakeSender(memory.engine, self.host, self.zmq_port, ttl_s=self._ttl_s)
+            except BaseException:
+                memory.close()
+                raise
+            self.zmq_port = self._sender.port
 
-    def update_sender_info(self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None) -> None:
-        """Nothing; later queries go to this sender: the one of `sender_rank`, or the default one when it is None."""
-        if sender_rank is not None:
-            self._sender_endpoints[sender_rank] = (sender_host, sender_zmq_port)
-            return
-        self.sender_host = sender_host
-        self.sender_zmq_port = sender_zmq_port
+    def get_connection_info(self) -> dict[str, Any]:
+        """Where receivers reach this connector."""
+        rpc_port = None if self._memory is None else self._memory.engine.port
+        return {"host": self.host, "zmq_port": self.zmq_port, "rpc_port": rpc_port, "can_put": self.can_put}
 
-    def put(self, from_stage: str, to_stage: str, put_key: str, data: Any) -> NoReturn:
-        """Never returns.
+    def put(self, from_stage: str, to_stage: str, put_key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
+        """`(True, nbytes, metadata)` once `data` can be pulled under its key, `(False, 0, None)` where no room is left.
 
-        Raises:
-            TransportUnavailable: always; payload bytes need the RDMA engine.
-        """
-        raise _without_rdma(f"cannot send {put_key!r} from {from_stage} to {to_stage}", put_key)
-
-    def get(self, from_stage: str, to_stage: str, get_key: str, metadata: Mapping[str, Any] | None = None) -> NoReturn:
-        """Never returns.
-
-        Raises:
-            TransportUnavailable: always; payload bytes need the RDMA engine.
-        """
-        raise _without_rdma(f"cannot fetch {get_key!r} from {from_stage} to {to_stage}", get_key)
-
-    def _query_metadata_at(self, get_key: str, host: str, port: int) -> SenderMetadata | None:
-        """What the sender at `host:port` holds under `get_key`; None if nothing, or if it cannot be asked now.
+        Bytes, a tensor and a buffer of a connector travel as they are, anything else as a serialised object. What was
+        under the key before is replaced. An empty payload cannot be pulled, so it is refused.
 
         Raises:
-            TransportUnavailable: pyzmq is not installed, or this connector is closed.
+            ConfigError: this is a receiver, or something in `data` cannot be sent.
+            TransportError: the connector is closed.
         """
-        zmq_addr = f"tcp://{host}:{port}"
-        try:
-            socket = self._get_req_socket(zmq_addr, QUERY_TIMEOUT_MS)
-            socket.send(QUERY_INFO + msgspec.msgpack.encode(QueryRequest(request_id=get_key)))
-            answer = socket.recv()
-            return None if answer == INFO_NOT_FOUND else _read_answer(answer, get_key, host, port)
-        except TransportUnavailable:
-            raise
-        # edge: whatever ZeroMQ or the decoder says, this sender has no usable answer; callers poll until a deadline.
-        except Exception as error:  # noqa: BLE001
-            logger.debug("no metadata for %s at %s: %s", get_key, zmq_addr, error)
-            self._invalidate_req_socket(zmq_addr)
-            return None
+        if self._sender is None:
+            raise ConfigError(f"{_NAME}: {put_key!r} cannot be put at a receiver; its configuration says role=receiver")
+        self._require_open()
+        raw = data.tensor if hasattr(data, "tensor") and hasattr(data, "release") else data
+        is_fast_path = isinstance(raw, (torch.Tensor, bytes))
+        payload = _as_flat(raw if is_fast_path else encode_object(raw))
+        if not payload.numel():
+            return False, 0, None
+        memory = self._memory_here()
+        room = memory.take(payload.numel(), writer=self, deadline=0.0)
+        if room is None:
+            self._count("errors", 0)
+            return False, 0, None
+        room.written()
+        memory.copy_in(room, payload)
+        held = Held(memory.address_of(room), payload.numel(), is_fast_path, room.abandon)
+        self._sender.hold(_published_key(put_key, from_stage, to_stage), held)
+        self._count("puts", payload.numel())
+        metadata = SenderMetadata(
+            source_host=self.host, source_port=self.zmq_port, data_size=payload.numel(), is_fast_path=is_fast_path
+        )
+        return True, payload.numel(), dict(metadata)
 
-    def _query_metadata_from_sender(self, get_key: str, sender_rank: int | None = None) -> SenderMetadata | None:
-        """What the known sender of `sender_rank`, else the default one, holds; None too when none is known.
+    def get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: Mapping[str, Any] | None = None
+    ) -> tuple[Any, int] | None:
+        """As `get_with_deadline`, with as much time as its size may take."""
+        return self._get(from_stage, to_stage, get_key, metadata, None)
+
+    def get_with_deadline(
+        self,
+        from_stage: str,
+        to_stage: str,
+        get_key: str,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        deadline: float,
+    ) -> tuple[Any, int] | None:
+        """The payload and its size in bytes, or None where the sender has none or did not bring it in time.
+
+        `metadata` names the sender, as `source_host` and `source_port`, and what it holds, where `put` returned it;
+        without, the default sender is asked. A raw payload is a `PooledBuffer`, which its user releases.
 
         Raises:
-            TransportUnavailable: pyzmq is not installed, or this connector is closed.
+            ConfigError: no sender is known.
+            WireError: what came is no object of a released connector.
+            TransportUnavailable: the engine or pyzmq is not installed, or does not start.
+            TransportError: the connector is closed.
         """
-        host, port = self.sender_host, self.sender_zmq_port
-        if sender_rank is not None:
-            host, port = self._sender_endpoints.get(sender_rank, (host, port))
-        if not host or not port or host.lower() == "auto":
-            return None
-        return self._query_metadata_at(get_key, host, int(port))
+        return self._get(from_stage, to_stage, get_key, metadata, deadline)
 
-    def _get_req_socket(self, zmq_addr: str, timeout_ms: int) -> Any:
-        """This thread's REQ socket to `zmq_addr`, connected, that waits `timeout_ms` at most either way.
+    def cleanup(self, request_id: str, from_stage: str | None = None, to_stage: str | None = None) -> None:
+        """Nothing; what was put under this key can be pulled no more. With both stages, the key is that of `put`.
 
         Raises:
-            TransportUnavailable: pyzmq is not installed, or this connector is closed.
+            ConfigError: one stage is given and not the other.
         """
-        try:
-            zmq: Any = importlib.import_module("zmq")
-        except ImportError as error:
-            message = "asking a Mooncake sender needs pyzmq: pip install pyzmq"
-            raise TransportUnavailable(message, transport=_NAME, endpoint=zmq_addr) from error
-        with self._lock:
-            if self._closed:
-                message = "this Mooncake connector is closed; make a new one"
-                raise TransportUnavailable(message, transport=_NAME, endpoint=zmq_addr)
-            mine = (threading.current_thread(), zmq_addr)
-            if mine not in self._sockets:
-                self._close_sockets_of_ended_threads()
-                self._context = self._context or zmq.Context()
-                socket = self._sockets[mine] = self._context.socket(zmq.REQ)
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.connect(zmq_addr)
-            socket = self._sockets[mine]
-        socket.setsockopt(zmq.SNDTIMEO, timeout_ms)
-        socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-        return socket
+        if (from_stage is None) != (to_stage is None):
+            raise ConfigError(f"{_NAME}: cleanup takes both stages or none, got {from_stage!r} and {to_stage!r}")
+        key = request_id if from_stage is None else _published_key(request_id, from_stage, cast(str, to_stage))
+        if self._sender is not None:
+            self._sender.drop(key)
 
-    def _invalidate_req_socket(self, zmq_addr: str) -> None:
-        """Nothing; the next query of this thread to `zmq_addr` connects anew."""
-        with self._lock:
-            socket = self._sockets.pop((threading.current_thread(), zmq_addr), None)
-        if socket is not None:
-            socket.close(linger=0)
-
-    def _close_sockets_of_ended_threads(self) -> None:
-        for thread, zmq_addr in [key for key in self._sockets if not key[0].is_alive()]:
-            self._sockets.pop((thread, zmq_addr)).close(linger=0)
+    def health(self) -> dict[str, Any]:
+        """The published health: a status, settings and counters."""
+        if self._closed:
+            return {"status": "unhealthy", "error": "the connector is closed"}
+        held = 0 if self._sender is None else self._sender.num_held()
+        return {
+            "status": "healthy",
+            "host": self.host,
+            "protocol": self.config.get("protocol", "rdma"),
+            "pool_device": self.config.get("memory_pool_device", "cpu"),
+            "pool_size": int(self.config.get("memory_pool_size", DEFAULT_POOL_NBYTES)),
+            "held": held,
+            **self._counters,
+        }
 
     def close(self) -> None:
-        """Nothing; closes every thread's sockets. Call it when no query is under way. Idempotent."""
+        """Nothing; what was not pulled is gone, and so is the memory. Call it when no get is under way. Idempotent."""
+        if self._closed:
+            return
+        super().close()
+        if self._sender is not None:
+            self._sender.close()
+        if self._pulls is not None:
+            self._pulls.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: Mapping[str, Any] | None, deadline: float | None
+    ) -> tuple[Any, int] | None:
+        self._require_open()
+        key = _published_key(get_key, from_stage, to_stage)
+        found = self._find(key, metadata, deadline)
+        if found is None or not found["data_size"]:
+            return None
+        nbytes = found["data_size"]
+        if deadline is None:
+            deadline = time.monotonic() + PULL_S + nbytes // PULL_STEP_NBYTES * PULL_STEP_S
+        room = self._pull(key, found, deadline)
+        if room is None:
+            return None
+        self._count("gets", nbytes)
+        buffer = PooledBuffer(room)
+        if found["is_fast_path"]:
+            return buffer, nbytes
+        with buffer:
+            return decode_object(buffer.to_bytes(), key), nbytes
+
+    def _find(self, key: str, metadata: Mapping[str, Any] | None, deadline: float | None) -> SenderMetadata | None:
+        told = metadata or {}
+        host, port = told.get("source_host", self.sender_host), told.get("source_port", self.sender_zmq_port)
+        if not host or not port or str(host).lower() == "auto":
+            raise ConfigError(
+                f"{_NAME}: {key!r} is asked of no known sender (host {host!r}, port {port!r}): set sender_host and "
+                "sender_zmq_port, or call update_sender_info"
+            )
+        if "data_size" in told:
+            return SenderMetadata(
+                source_host=str(host),
+                source_port=int(port),
+                data_size=int(told["data_size"]),
+                is_fast_path=bool(told.get("is_fast_path", False)),
+            )
+        if deadline is None:
+            return self._query_metadata_at(key, str(host), int(port))
+        left_ms = int((deadline - time.monotonic()) * 1000)
+        return (
+            self._query_metadata_at(key, str(host), int(port), min(QUERY_TIMEOUT_MS, left_ms)) if left_ms > 0 else None
+        )
+
+    def _pull(self, key: str, found: SenderMetadata, deadline: float) -> LandingRoom | None:
+        """Room with the payload in it, or None."""
+        memory = self._memory_here()
+        pulls = self._pulls_here()
+        pulls.look_at_late()
+        # A writer of its own, so that the end of one connection says nothing of other rooms.
+        room = memory.take(found["data_size"], writer=object(), deadline=deadline)
+        if room is None:
+            self._count("errors", 0)
+            return None
+        request = MooncakeAgentMetadata(
+            remote_hostname=self.host,
+            remote_port=memory.engine.port,
+            request_id=key,
+            dst_addrs=[memory.address_of(room)],
+            lengths=[found["data_size"]],
+        )
+        address = f"tcp://{found['source_host']}:{found['source_port']}"
+        answer = pulls.pull(address, msgspec.msgpack.encode(request), room, deadline)
+        if answer == TRANS_DONE:
+            return room
+        self._count("timeouts" if answer is None else "errors", 0)
+        room.abandon()
+        return None
+
+    def _memory_here(self) -> _Memory:
+        with self._start_lock:
+            if self._memory is None:
+                self._memory = _Memory(self.host, self.config)
+            return self._memory
+
+    def _pulls_here(self) -> MooncakePulls:
+        memory = self._memory_here()
+        with self._start_lock:
+            if self._pulls is None:
+                self._pulls = MooncakePulls(memory.rooms)
+            return self._pulls
+
+    def _count(self, what: str, nbytes: int) -> None:
         with self._lock:
-            self._closed = True
-            sockets, self._sockets = self._sockets, {}
-            context, self._context = self._context, None
-        for socket in sockets.values():
-            socket.close(linger=0)
-        if context is not None:
-            context.term()
+            self._counters[what] += 1
+            self._counters["bytes_transferred"] += nbytes
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{_NAME}: this connector is closed; make a new one", transport=_NAME)
 
 
-def _read_answer(answer: bytes, get_key: str, host: str, port: int) -> SenderMetadata:
-    response = msgspec.msgpack.decode(answer, type=QueryResponse)
-    if response.request_id != get_key or response.data_size < 0:
-        raise ValueError(f"the answer does not fit the question: {response!r}")
-    return SenderMetadata(
-        source_host=host, source_port=port, data_size=response.data_size, is_fast_path=response.is_fast_path
-    )
+class _Memory:
+    """The connector's engine and its pool: one stretch of memory on a device, registered whole."""
+
+    def __init__(self, host: str, config: Mapping[str, Any]) -> None:
+        nbytes = int(config.get("memory_pool_size", DEFAULT_POOL_NBYTES))
+        device = torch.device(config.get("memory_pool_device", "cpu"))
+        if nbytes <= 0 or (device.type == "cuda" and not torch.cuda.is_available()):
+            raise ConfigError(
+                f"{_NAME}: a pool of {nbytes} bytes on {device} cannot be had here: correct memory_pool_size, or "
+                "memory_pool_device (cpu works everywhere)"
+            )
+        devices = str(config.get("device_name") or os.environ.get("RDMA_DEVICE_NAME", ""))
+        self.engine: MooncakeEngine = mooncake_engine(host, str(config.get("protocol", "rdma")), devices)
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self._pool = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.engine.register(self._pool.data_ptr(), nbytes)
+        # A tensor is cut and measured like a view, and may lie on a device, where there are no views.
+        self.rooms = LandingPool(_NAME, cast(memoryview, self._pool), grace_s=GRACE_S)
+
+    def take(self, nbytes: int, *, writer: Any, deadline: float) -> LandingRoom | None:
+        """Room, or None where there is none by `deadline` (monotonic seconds), or never."""
+        try:
+            return self.rooms.take(nbytes, writer, deadline=deadline)
+        except PutRejected:
+            return None
+
+    def address_of(self, room: LandingRoom) -> int:
+        """Where the room lies."""
+        return self._pool.data_ptr() + room.offset
+
+    def copy_in(self, room: LandingRoom, payload: torch.Tensor) -> None:
+        """Nothing; the payload is in the room, for an engine that asks no stream."""
+        cast(torch.Tensor, room.view).copy_(payload)
+        for tensor in (payload, self._pool):
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+
+    def close(self) -> None:
+        """Nothing; the engine knows this memory no more."""
+        self.engine.unregister(self._pool.data_ptr())
 
 
-def _without_rdma(what: str, key: str) -> TransportUnavailable:
-    return TransportUnavailable(
-        f"{what}: the RDMA engine that moves Mooncake payloads is not part of this release, only metadata queries are; "
-        'use another transport, such as omnikv.KVSender(..., transport="shm") between processes of one host',
-        transport=_NAME,
-        key=key,
-    )
+def _published_key(key: str, from_stage: str, to_stage: str) -> str:
+    return f"{key}@{from_stage}_{to_stage}"
+
+
+def _as_flat(data: torch.Tensor | bytes) -> torch.Tensor:
+    if isinstance(data, bytes):
+        # Read only by what copies it.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return data.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _reachable_host(configured: Any) -> str:
+    """The configured host, or the address by which this machine reaches others."""
+    host = "auto" if configured is None else str(configured)
+    if host.lower() not in _ANY_HOST:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: the system only chooses the way.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
