@@ -152,10 +152,35 @@ def test_a_hooks_single_key_without_tensor_parallelism_names_no_rank():
     assert build_rank_aware_recv_keys("r", "0", "1", topo(1, 1), hook=lambda *_: ["k"]) == [("k", None)]
 
 
-def test_a_hook_that_returns_nothing_leaves_the_published_keys():
-    assert build_rank_aware_send_keys("r", "0", "1", topo(2, 2, 1), hook=lambda *_: []) == ["r_0_0_1_1"]
-    assert build_rank_aware_recv_keys("r", "0", "1", topo(2, 2, 1), hook=lambda *_: []) == [("r_0_0_1_1", 1)]
+@pytest.mark.parametrize("nothing", [None, [], (), ""])
+def test_a_hook_that_returns_nothing_leaves_the_published_keys(nothing):
+    assert build_rank_aware_send_keys("r", "0", "1", topo(2, 2, 1), hook=lambda *_: nothing) == ["r_0_0_1_1"]
+    assert build_rank_aware_recv_keys("r", "0", "1", topo(2, 2, 1), hook=lambda *_: nothing) == [("r_0_0_1_1", 1)]
 
 
 def test_a_send_hooks_keys_win():
     assert build_rank_aware_send_keys("r", "0", "1", topo(2, 2), hook=lambda *a: ["-".join(a)]) == ["r-0-1"]
+
+
+def test_d13_one_key_by_itself_is_a_key_and_not_its_letters():
+    alone = KVTPTopology(1, 1, 0)
+    assert build_rank_aware_send_keys("r", "0", "1", alone, hook=lambda *_: "abc") == ["abc"]
+    assert build_rank_aware_recv_keys("r", "0", "1", alone, hook=lambda *_: "abc") == [("abc", None)]
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "", b"k", ("k", 0)])
+def test_d34_what_is_no_key_is_not_put_under_its_text(wrong):
+    with pytest.raises(ConfigError, match="send key hook"):
+        build_rank_aware_send_keys("r", "0", "1", KVTPTopology(1, 1, 0), hook=lambda *_: ["k", wrong])
+
+
+@pytest.mark.parametrize("wrong", [(None, 0), ("", 0), ("k", 0, 1), ("k",), (7, 0)])
+def test_d13_what_is_no_pair_of_key_and_rank_is_refused(wrong):
+    with pytest.raises(ConfigError, match="receive key hook"):
+        build_rank_aware_recv_keys("r", "0", "1", KVTPTopology(2, 1, 0), hook=lambda *_: [("a", 1), wrong])
+
+
+@pytest.mark.parametrize("rank", [2, -1, "1", 1.0, True])
+def test_d13_a_hook_that_names_a_rank_the_sender_has_not_is_an_error(rank):
+    with pytest.raises(TopologyError, match="the sender's ranks are 0 to 1"):
+        build_rank_aware_recv_keys("r", "0", "1", KVTPTopology(2, 1, 0), hook=lambda *_: [("a", 0), ("b", rank)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote, unquote
 
 from omnikv.core.topology import KVTPTopology, get_kv_source_ranks, get_kv_target_ranks
@@ -19,8 +20,9 @@ from omnikv.errors import ConfigError, TopologyError
 PRIMARY_ROLE = "primary"
 MAX_FIELD_CHARS = 1024
 
-SendKeyHook = Callable[[str, str, str], Sequence[str]]
-RecvKeyHook = Callable[[str, str, str], "Sequence[str | tuple[str, int | None]]"]
+# Either may return one plain key by itself.
+SendKeyHook = Callable[[str, str, str], "str | Sequence[str]"]
+RecvKeyHook = Callable[[str, str, str], "str | Sequence[str | tuple[str, int | None]]"]
 
 
 def _require_text(what: str, value: object) -> None:
@@ -160,12 +162,14 @@ def build_rank_aware_send_keys(
     A hook's keys win if it returns any.
 
     Raises:
+        ConfigError: a hook returned something that is no key.
         TopologyError: the parallel sizes do not divide, or the local rank is not one of the sender's.
     """
-    if callable(hook):
-        keys = list(hook(request_id, from_stage, to_stage))
-        if keys:
-            return keys
+    keys = _hooked(hook, request_id, from_stage, to_stage)
+    if keys:
+        for key in keys:
+            _require_key("send", key)
+        return keys
     if not is_rank_aware(topo):
         return [plain_connector_key(request_id, from_stage, to_stage)]
     return [
@@ -182,10 +186,11 @@ def build_rank_aware_recv_keys(
     then get their rank from the topology: a key without its rank would be asked of the wrong sender (D13).
 
     Raises:
-        TopologyError: the sizes do not divide, the local rank is not one of the receiver's, or a hook's plain keys
-            are not as many as the source ranks.
+        ConfigError: a hook returned something that is neither a key nor such a pair.
+        TopologyError: the sizes do not divide, the local rank is not one of the receiver's, a hook's plain keys are not
+            as many as the source ranks, or it names a rank that the sender has not.
     """
-    raw = list(hook(request_id, from_stage, to_stage)) if callable(hook) else []
+    raw = _hooked(hook, request_id, from_stage, to_stage)
     if raw:
         return _with_source_ranks(raw, topo)
     if not is_rank_aware(topo):
@@ -196,13 +201,40 @@ def build_rank_aware_recv_keys(
     ]
 
 
-def _with_source_ranks(raw: list[str | tuple[str, int | None]], topo: KVTPTopology) -> list[tuple[str, int | None]]:
+def _hooked(hook: Callable[[str, str, str], Any] | None, request_id: str, from_stage: str, to_stage: str) -> list[Any]:
+    """What a hook returned, which may be anything; nothing without one."""
+    found = hook(request_id, from_stage, to_stage) if callable(hook) else ()
+    # One key by itself, which is not a list of its letters.
+    return [found] if found and isinstance(found, str) else list(found or ())
+
+
+def _require_key(side: str, key: object) -> None:
+    if not isinstance(key, str) or not key:
+        raise ConfigError(f"a {side} key hook must return keys that are non-empty strings, got {key!r}")
+
+
+def _require_pair(pair: tuple[Any, ...], topo: KVTPTopology) -> None:
+    key, rank = pair if len(pair) == 2 else (pair, None)
+    _require_key("receive", key)
+    if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < topo.source_tp_size):
+        return
+    raise TopologyError(
+        f"the receive key hook names source rank {rank!r} for {key!r}, but the sender's ranks are 0 to "
+        f"{topo.source_tp_size - 1}"
+    )
+
+
+def _with_source_ranks(raw: list[Any], topo: KVTPTopology) -> list[tuple[str, int | None]]:
     pairs = [entry for entry in raw if isinstance(entry, tuple)]
     if len(pairs) == len(raw):
+        for pair in pairs:
+            _require_pair(pair, topo)
         return pairs
     plain = [entry for entry in raw if isinstance(entry, str)]
     if len(plain) != len(raw):
         raise TopologyError(f"a receive key hook must return all plain keys or all (key, rank) pairs, got {raw!r}")
+    for key in plain:
+        _require_key("receive", key)
     if not is_rank_aware(topo) and len(plain) == 1:
         return [(plain[0], None)]
     sources = get_kv_source_ranks(topo)
