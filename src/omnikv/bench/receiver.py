@@ -35,11 +35,12 @@ class ReceiveLane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveStream:
-    """Receive `num_requests` requests as fast as they come, then check one more and tell the processor time used."""
+    """Receive `num_requests` requests, `in_flight` at a time, then check one more and tell the processor time used."""
 
     workload: Workload
     namespace: str
     num_requests: int
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +117,17 @@ def _receive_lane(pipe: Connection, order: ReceiveLane) -> None:
 
 
 def _receive_stream(pipe: Connection, order: ReceiveStream) -> None:
-    with KVReceiver(bench_route(order.namespace, order.workload.num_heads), rank=0, transport="shm") as receiver:
+    route = bench_route(order.namespace, order.workload.num_heads)
+    with KVReceiver(route, rank=0, transport="shm") as receiver, ThreadPoolExecutor(order.in_flight) as threads:
+
+        def receive_each(first: int) -> None:
+            for number in range(first, order.num_requests, order.in_flight):
+                receiver.receive(request_name(number), timeout_s=TIMEOUT_S).close()
+
         pipe.send("waiting")
         began_s = time.process_time()
-        for number in range(order.num_requests):
-            receiver.receive(request_name(number), timeout_s=TIMEOUT_S).close()
+        for done in [threads.submit(receive_each, first) for first in range(order.in_flight)]:
+            done.result()
         finished_ns, cpu_s = time.monotonic_ns(), time.process_time() - began_s
         content_ok = _is_right(receiver, order.num_requests, order.workload)
         pipe.send(StreamEnd(content_ok=content_ok, finished_ns=finished_ns, cpu_s=cpu_s))

@@ -16,7 +16,8 @@ from omnikv.config import HandoffConfig
 from omnikv.handoff.api import KVSender
 
 WARM_UPS = 20
-# The pool of a stream: how much may be in flight.
+# A stream: how many requests the receiver waits for at a time, and how many MiB the sender's pool holds.
+RECEIVES_IN_FLIGHT = 16
 IN_FLIGHT_MIB = 64
 WAITING = 64
 WAIT_S = 1.0
@@ -112,7 +113,10 @@ def _one_by_one(pipe: Connection, workload: Workload, tries: int) -> tuple[Laten
 
 def _stream(pipe: Connection, workload: Workload, num_requests: int) -> tuple[StreamResult, bool]:
     namespace = f"bench-{os.getpid()}-stream"
-    give_order(pipe, ReceiveStream(workload=workload, namespace=namespace, num_requests=num_requests))
+    order = ReceiveStream(
+        workload=workload, namespace=namespace, num_requests=num_requests, in_flight=RECEIVES_IN_FLIGHT
+    )
+    give_order(pipe, order)
     paged = workload.paged(workload.build_caches())
     room_nbytes = IN_FLIGHT_MIB * (MIB + MIB // 16)
     options = dict.fromkeys(("pool_nbytes", "segment_nbytes", "prefault_nbytes"), room_nbytes)

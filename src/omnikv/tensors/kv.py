@@ -100,7 +100,13 @@ class DenseSource:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are the bytes that lie, one after another, at its address in host memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    # Values that are stored conjugated or negated are complex ones, or parts of such, which are not contiguous unless
+    # there is one. The question lets other threads of the interpreter run, so it is not asked of every tensor.
+    if tensor.dtype.is_complex or tensor.numel() == 1:
+        return not tensor.is_conj() and not tensor.is_neg()
+    return True
 
 
 def head_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
