@@ -8,6 +8,7 @@ from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
 
+from omnikv.core import lease
 from omnikv.core.messages import Ballot, RoleBallot, Ruling
 from omnikv.core.verdict import rule
 from omnikv.core.vote import (
@@ -105,6 +106,55 @@ def follower() -> Iterable[list[str]]:
     return _table("the follower", after, events, FollowerState(rank=1), step_follower)
 
 
+def payload() -> Iterable[list[str]]:
+    """What a payload's life does on each event, by where it stands; one reader, with a time to live of 1 s."""
+    begun: list[Any] = [lease.Reserve(1, 1, 1.0)]
+    ready: list[Any] = [*begun, lease.Publish(1)]
+    after = {
+        "absent": [],
+        "announced": begun,
+        "ready": ready,
+        "leased": [*ready, lease.Take(1, 0, "reader")],
+        "released": [*ready, lease.Take(1, 0, "reader"), lease.Acknowledge(1, "reader")],
+        "failed": [lease.Fail("why")],
+        "failed, still leased": [*ready, lease.Take(1, 0, "reader"), lease.Fail("why")],
+        "failed, still written": [*begun, lease.Fail("why")],
+    }
+    events = {
+        "Reserve": lease.Reserve(2, 1, 1.0),
+        "Publish": lease.Publish(1),
+        "Drop": lease.Drop(1),
+        "Take": lease.Take(9, 0, "reader"),
+        "Acknowledge": lease.Acknowledge(1, "reader"),
+        "GiveBack": lease.GiveBack(1, "reader"),
+        "Fail": lease.Fail("why"),
+        "Abort": lease.Abort("why"),
+        "1 s passes": lease.TimePassed(),
+    }
+    yield ["the payload is", *events]
+    for name, path in after.items():
+        life = lease.Life()
+        for event in path:
+            life, _ = lease.step(life, event, 0.0)
+        yield [name, *(_life_cell(life, event) for event in events.values())]
+
+
+def _life_cell(life: lease.Life, event: Any) -> str:
+    now = 1.0 if isinstance(event, lease.TimePassed) else 0.0
+    try:
+        after, effects = lease.step(life, event, now)
+    except LocalProtocolError:
+        return "refused"
+    if after is life:
+        return "-"
+    where = after.phase.value
+    if after.is_over and after.has_room:
+        where += ", still leased" if after.grips else ", still written"
+    elif after.grips:
+        where = "leased"
+    return f"{where}, room freed" if lease.Effect.FREE_ROOM in effects else where
+
+
 def _table(
     corner: str, after: dict[str, list[Any]], events: dict[str, Any], start: Any, step: Callable[..., Any]
 ) -> Iterable[list[str]]:
@@ -139,7 +189,7 @@ def _effect(effect: Any) -> str:
 
 def describe(page: str) -> str:
     """The page with its tables as the code is now."""
-    for name, rows in (("rulings", rulings()), ("leader", leader()), ("follower", follower())):
+    for name, rows in (("rulings", rulings()), ("leader", leader()), ("follower", follower()), ("payload", payload())):
         head, *body = [f"| {' | '.join(row)} |" for row in rows]
         table = "\n".join([head, re.sub(r"[^|]+", "---", head), *body])
         start = page.index(f"<!-- table: {name} -->")
