@@ -56,7 +56,7 @@ class TcpWorld:
         return Endpoint(edge=self.edge, side=side, rank=rank, peer_ranks=peers, **more)
 
     def source(self, rank=0, targets=(0,), readers=1, **options):
-        listen = options.pop("listen", None) or self.addresses.get(rank, "127.0.0.1:0")
+        listen = options.pop("listen", self.addresses.get(rank, "127.0.0.1:0"))
         transport = TcpTransport(self.endpoint("source", rank, targets, num_readers=readers), listen=listen, **options)
         self.stack.callback(transport.close)
         self.addresses[rank] = transport.address

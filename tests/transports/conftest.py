@@ -122,6 +122,13 @@ class World:
 
 
 @pytest.fixture
+def stack():
+    """What a test opened, closed after it."""
+    with contextlib.ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
 def world():
     with contextlib.ExitStack() as stack:
         yield World(stack)

@@ -172,6 +172,16 @@ def test_a_lane_that_stands_still_is_given_up_and_its_payload_pulled_over_anothe
     assert source.counters.get("stalled_lanes", 0) + target.counters.get("stalled_lanes", 0) >= 1
 
 
+def test_a_lane_that_was_idle_for_long_is_not_taken_for_one_that_stands_still(world, between):
+    source, _, target = between(dead_after_s=1.0)
+    for number in range(3):
+        put(world, source, f"r{number}", 2 * MIB)
+        get(world, target, f"r{number}", 2 * MIB)
+        for lane in [*target._lanes._lanes, *source._lanes._lanes]:
+            lane.moved_at -= 100.0
+    assert source.counters == target.counters == {}
+
+
 def test_a_small_payload_does_not_wait_for_large_ones(world, between):
     """With a lane that stands still under a large payload, a small one comes through: it has a lane of its own."""
     source, _, target = between(dead_after_s=30.0, lane_nbytes=MIB, stalls=1)

@@ -87,6 +87,10 @@ class PullingLane(Lane):
         transfer.lane = self
         self._say(Pull(transfer.number, transfer.token, transfer.received.received_nbytes))
 
+    def leased(self) -> None:
+        """Nothing; a transfer of this lane is published by now, so from now on its source owes it."""
+        self.moved_at = time.monotonic()
+
     def stop(self, transfer: Transfer) -> None:
         """Nothing; not a byte more is written for this transfer, and the source is told that nobody wants the rest."""
         if self._pulled.pop(transfer.number, None) is not None:
@@ -123,8 +127,7 @@ class PullingLane(Lane):
         self._window.lane_gone(self)
 
     def _say(self, message: Pull | Stop) -> None:
-        if not self.is_owed:
-            self.moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
         self._out += frame(_encode(message))
         self._window.lane_changed(self)
 

@@ -85,7 +85,7 @@ class TcpWindow:
                 return Arrival(message.ask, message.lease, memoryview(bytearray()))
             if known is not None and (known.token, known.nbytes) == (message.token, message.nbytes):
                 known.lease = message.lease
-                self._thread.submit(partial(self._finish_if_whole, known))
+                self._thread.submit(partial(self._leased, known))
             else:
                 if known is not None:
                     # What was promised was dropped, and sent anew.
@@ -227,6 +227,12 @@ class TcpWindow:
         for transfer in transfers:
             if transfer.room is not None and not transfer.is_whole and transfer.lane_number == lane.call.number:
                 lane.pull(transfer)
+
+    def _leased(self, transfer: Transfer) -> None:
+        """Nothing; what has come ahead counts now."""
+        if transfer.lane is not None:
+            transfer.lane.leased()
+        self._finish_if_whole(transfer)
 
     def _finish_if_whole(self, transfer: Transfer) -> None:
         room = transfer.room
