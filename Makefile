@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INTEROP := .venv-interop
 # With more processes than cores, OpenMP's spinning makes every rank process many times slower.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -14,6 +15,7 @@ help:
 	@echo "make check   linters, types, import contracts"
 	@echo "make spec    the specification's own tests, where ../shared/spec is there"
 	@echo "make bench   same-host handoff against a memcpy of the same bytes"
+	@echo "make interop the released engine and omnikv, each sending to the other (installs gigabytes)"
 	@echo "make slow    the tests that take minutes"
 
 demo: $(VENV)/.ready-demo
@@ -42,6 +44,10 @@ spec: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -p omnikv.integrations.vllm_omni.pytest_plugin -p no:cacheprovider ../shared/spec/tests | tee $(VENV)/spec.log
 	grep -Eq '(^|[ =])66 passed in' $(VENV)/spec.log
 
+# Gigabytes, in an environment of its own: no part of `test`.
+interop: $(VENV)/.ready-dev $(VENV)/.ready-mooncake $(INTEROP)/.ready
+	$(BIN)/python tests/interop/check.py --released $(INTEROP)/bin/python --log $(INTEROP)/interop.log $(ARGS)
+
 bench: $(VENV)/.ready-demo
 	$(BIN)/python -m omnikv.bench same-host $(ARGS)
 
@@ -58,5 +64,14 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
+# The engine names packages for other hardware; what it needs on a CPU is told one by one, and the rest left out.
+$(INTEROP)/.ready: tests/interop/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -m pip install --quiet --requirement tests/interop/requirements.txt
+	$(INTEROP)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(INTEROP)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt \
+		vllm-omni==0.30.0 mooncake-transfer-engine-non-cuda
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
