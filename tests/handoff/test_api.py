@@ -295,7 +295,7 @@ def test_x09_a_rank_outside_its_stage_is_refused_when_it_starts(namespace):
 
 
 def test_an_unknown_transport_is_named_with_the_known_ones(namespace):
-    with pytest.raises(ConfigError, match="unknown transport 'carrier-pigeon'; available: .*memory.*shm"):
+    with pytest.raises(ConfigError, match=r"unknown transport 'carrier-pigeon'; available: .*memory.*shm"):
         KVSender(one_to_one(namespace), 0, transport="carrier-pigeon")
 
 
