@@ -137,6 +137,18 @@ def test_interleaved_shares_stay_small_however_many_tokens():
     assert both == Stripe(3, 1, 8, 1 << 37)
 
 
+@pytest.mark.parametrize(
+    ("fine", "coarse"), [(Cyclic(1, 3, 1), Cyclic(4096, 2, 1)), (Cyclic(7, 3, 2), Cyclic(1000, 2, 0))]
+)
+def test_a_fine_share_within_long_blocks_is_one_stripe_a_block_and_the_runs_that_its_ends_cut(fine, coarse):
+    num_tokens = 128 << 10
+    mine, theirs = fine.stripes(num_tokens), coarse.stripes(num_tokens)
+    blocks = sum(stripe.times for stripe in theirs)
+    for both in (meet(mine, theirs), meet(theirs, mine)):
+        assert len(both) <= 3 * blocks
+        assert sorted(expand(both)) == sorted({*expand(mine)} & {*expand(theirs)})
+
+
 def test_states_and_tokens_never_meet():
     assert may_meet(State(), State())
     assert not may_meet(State(), Chunks())

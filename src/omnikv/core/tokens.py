@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 from omnikv.errors import TopologyError
@@ -156,7 +156,6 @@ TokenShare: TypeAlias = "Chunks | Cyclic | LastTokens | State"
 ALL_TOKENS = Chunks()
 
 
-@lru_cache(maxsize=1 << 14)
 def may_meet(one: TokenShare, other: TokenShare) -> bool:
     """Whether the two have a token in common for some number of tokens."""
     if isinstance(one, State) or isinstance(other, State):
@@ -196,15 +195,30 @@ def without_windows(share: TokenShare) -> TokenShare:
 
 def meet(one: Stripes, other: Stripes) -> Stripes:
     """The positions that both hold, stripe of `one` by stripe of `other`."""
-    return tuple(found for a in one for b in other for found in _meet(a, b))
+    others = sorted(other)
+    starts = [stripe.start for stripe in others]
+    # How far those up to each reach: an interleaved share may come as thousands of stripes, of which few are near.
+    reaches = list(accumulate((stripe.stop for stripe in others), max))
+    return tuple(
+        found
+        for a in one
+        for b in others[bisect_right(reaches, a.start) : bisect_left(starts, a.stop)]
+        for found in _meet(a, b)
+    )
 
 
 def _meet(a: Stripe, b: Stripe) -> Iterator[Stripe]:
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     if start >= stop:
         return
-    strides = [stripe.stride for stripe in (a, b) if stripe.times > 1]
-    period = math.lcm(*strides) if strides else stop - start
+    fine, coarse = sorted((a, b), key=lambda stripe: (stripe.times == 1, stripe.stride))
+    # Met either within each run of the coarse one, or within one common period; whichever is told in fewer stripes.
+    period = math.lcm(fine.stride, coarse.stride)
+    in_a_period = period // coarse.stride * max(1, coarse.length // fine.stride)
+    if coarse.times == 1 or (stop - start) // coarse.stride <= in_a_period:
+        for run in _runs_between(coarse, start, stop):
+            yield from _within(fine, *run)
+        return
     for run_start, run_stop in _meet_runs(a, b, start, min(stop, start + period)):
         length = run_stop - run_start
         times = (stop - run_start - length) // period + 1
@@ -212,6 +226,22 @@ def _meet(a: Stripe, b: Stripe) -> Iterator[Stripe]:
         rest = run_start + times * period
         if rest < stop:
             yield Stripe.of(rest, stop)
+
+
+def _within(stripe: Stripe, start: int, stop: int) -> Iterator[Stripe]:
+    """What of the stripe lies between: its whole runs as one stripe, and one that is cut at either end."""
+    first = max(0, -((stripe.start - start) // stripe.stride))
+    if first:
+        end = stripe.start + (first - 1) * stripe.stride + stripe.length
+        if end > start:
+            yield Stripe.of(start, min(end, stop))
+    at = stripe.start + first * stripe.stride
+    whole = max(0, min(stripe.times - first, (stop - at - stripe.length) // stripe.stride + 1))
+    if whole:
+        yield Stripe(at, stripe.length, stripe.stride if whole > 1 else stripe.length, whole)
+    at += whole * stripe.stride
+    if first + whole < stripe.times and at < stop:
+        yield Stripe.of(at, stop)
 
 
 def _meet_runs(a: Stripe, b: Stripe, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -241,8 +271,8 @@ def _runs_between(stripe: Stripe, start: int, stop: int) -> Iterator[tuple[int, 
 def rows_of(inner: Stripes, outer: Stripes) -> Stripes:
     """Where the positions of `inner` lie among those of `outer`, counted in the order in which a rank holds them.
 
-    `inner` must come from `meet` with `outer`: then each of its stripes lies in one stripe of `outer` and repeats with
-    a multiple of its period.
+    `inner` must come from `meet` with `outer`: then each of its stripes lies in one stripe of `outer`, within a single
+    run of it or repeating with a multiple of its period.
     """
     return tuple(_rows(stripe, outer) for stripe in inner)
 
@@ -252,12 +282,11 @@ def _rows(inner: Stripe, outer: Stripes) -> Stripe:
     for stripe in outer:
         if stripe.start <= inner.start and inner.stop <= stripe.stop:
             turns, offset = divmod(inner.start - stripe.start, stripe.stride)
+            start = before + turns * stripe.length + offset
+            if offset + inner.stop - inner.start <= stripe.length:
+                return inner._replace(start=start)
             if offset + inner.length <= stripe.length:
-                start = before + turns * stripe.length + offset
-                if inner.times == 1:
-                    return Stripe.of(start, start + inner.length)
-                stride = inner.stride // stripe.stride * stripe.length if stripe.times > 1 else inner.stride
-                return Stripe(start, inner.length, stride, inner.times)
+                return inner._replace(start=start, stride=inner.stride // stripe.stride * stripe.length)
         before += stripe.size
     raise TopologyError(f"{inner} lies in none of {list(outer)}")
 
