@@ -72,7 +72,7 @@ class OneSidedTransport(PairTransport):
         try:
             super().__init__(endpoint, self._sockets, shelf=self._open_shelf, window=self._open_window)
         except BaseException:
-            self._let_go()
+            self._never_mind()
             raise
 
     @property
@@ -121,9 +121,13 @@ class OneSidedTransport(PairTransport):
         assert isinstance(self._target, Wants)
         return self._target
 
-    def _let_go(self) -> None:
+    def _never_mind(self) -> None:
         if self._shelf is not None:
             self._shelf.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._shelf is not None:
             self._shelf.join()
         if self._window is not None and not self._window.join(time.monotonic() + CLOSE_S):
             # The engine still writes into this memory, so it is kept for as long as the process lives.
@@ -133,7 +137,7 @@ class OneSidedTransport(PairTransport):
                 describe(self._endpoint),
             )
             return
-        self._memory.close()
+        self._memory.close(is_read=self._shelf is not None and self._shelf.is_read)
         self._engine.close()
 
     def _break_down(self, fault: BaseException) -> None:

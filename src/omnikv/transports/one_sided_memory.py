@@ -26,6 +26,10 @@ class Known:
     anchor: object
 
 
+# What an engine may be sending from although its transport was closed: a hole there would end the process.
+_kept: list[Known] = []
+
+
 class RegisteredPool:
     """Rooms of `pool` that `engine` may read from or write into. Used without a lock, from any thread."""
 
@@ -76,12 +80,18 @@ class RegisteredPool:
         with self._lock:
             return self._known[room.segment.number]
 
-    def close(self) -> None:
-        """Nothing; the engine knows none of it any more. Call once nothing of it is read or written."""
+    def close(self, *, is_read: bool) -> None:
+        """Nothing; the engine knows none of it any more. What a peer may be reading stays mapped for good.
+
+        Call once nothing is written into it.
+        """
         self.pool.close()
         with self._lock:
-            for known in [*self._known.values(), *(known for _, known in self._retired)]:
+            everything = [*self._known.values(), *(known for _, known in self._retired)]
+            for known in everything:
                 self._engine.unregister(known.address)
+            if is_read:
+                _kept.extend(everything)
             self._known.clear()
             self._retired.clear()
 

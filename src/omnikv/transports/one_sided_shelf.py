@@ -30,6 +30,8 @@ class OneSidedShelf:
         # The leases under which a target may be reading now.
         self._read: dict[Link, set[int]] = {}
         self._server = Server(engine, thread_name) if engine.needs_serving else None
+        # Whether a target was reading when this end closed.
+        self.is_read = False
 
     def take(self, sizes: Sequence[int]) -> list[Room]:
         """Room that the engine knows, for all payloads or for none. Called without the lock.
@@ -94,6 +96,7 @@ class OneSidedShelf:
 
     def close(self) -> None:
         """Nothing; nothing more is shown. The memory goes when the transport closes it."""
+        self.is_read = any(self._read.values())
         if self._server is not None:
             self._server.stop()
 

@@ -1,0 +1,130 @@
+"""Ends of a one-sided transport whose engine copies within this process, when and as the test lets it."""
+
+import contextlib
+import ctypes
+import secrets
+import threading
+from collections import deque
+
+from omnikv.core.keys import Edge, PayloadId
+from omnikv.transports.base import Capabilities, Endpoint
+from omnikv.transports.one_sided import OneSidedTransport
+from omnikv.transports.one_sided_engine import EngineFault
+from omnikv.transports.proved_sockets import Meeting
+
+
+class CopyingEngine:
+    """Reads by copying, once `may_end` is set; `may_start` holds starts up. `refusals` and `endings` are codes of
+    starts and reads to come that fail.
+    """
+
+    def __init__(self, *, needs_serving=False):
+        self.needs_serving = needs_serving
+        self.name = secrets.token_hex(4)
+        self.may_start, self.may_end = threading.Event(), threading.Event()
+        self.may_start.set()
+        self.may_end.set()
+        self.refusals, self.endings = deque(), deque()
+        self.registered = {}
+        self.sources = set()
+        self.started = threading.Semaphore(0)
+        self.served = threading.Semaphore(0)
+        self.ended = 0
+
+    def hail(self):
+        return self.name.encode()
+
+    def register(self, address, nbytes):
+        self.registered[address] = nbytes
+        return f"{self.name} {address}".encode()
+
+    def unregister(self, address):
+        del self.registered[address]
+
+    def learn(self, word):
+        name = word.decode().split()[0]
+        self.sources.add(name)
+        return name
+
+    def forget(self, source):
+        self.sources.discard(source)
+
+    def start(self, source, local, remote, nbytes):
+        self.started.release()
+        assert self.may_start.wait(60)
+        if self.refusals:
+            raise EngineFault("start", self.refusals.popleft())
+        return CopyingRead(self, local, remote, nbytes)
+
+    def serve(self):
+        self.served.release()
+        return False
+
+    def close(self):
+        assert not self.registered
+
+
+class CopyingRead:
+    def __init__(self, engine, local, remote, nbytes):
+        self.engine = engine
+        self.move = (local, remote, nbytes)
+
+    def poll(self):
+        if not self.engine.may_end.is_set():
+            return False
+        self.engine.ended += 1
+        if self.engine.endings:
+            raise EngineFault("poll", self.engine.endings.popleft())
+        ctypes.memmove(*self.move)
+        return True
+
+
+class CopyingTransport(OneSidedTransport):
+    name = "copying"
+    capabilities = Capabilities(cross_process=False, cross_host=False, shared_memory=False, notices_peer_death=True)
+
+    def __init__(self, endpoint, engine, *, pool_nbytes=4 << 20, landing_nbytes=4 << 20, **meeting):
+        self.engine = engine
+        super().__init__(
+            endpoint,
+            Meeting(**meeting),
+            lambda: engine,
+            pool_nbytes=pool_nbytes,
+            landing_nbytes=landing_nbytes,
+            segment_nbytes=1 << 20,
+        )
+
+
+class CopyingWorld:
+    """One edge in a namespace of its own, and everything that a test opened on it."""
+
+    def __init__(self, stack):
+        self.edge = Edge(from_stage="prefill", to_stage="decode", namespace=f"test-{secrets.token_hex(8)}")
+        self.addresses = {}
+        self.stack = stack
+
+    def payload(self, transfer_id, source=0, target=0):
+        return PayloadId(edge=self.edge, transfer_id=transfer_id, source_rank=source, target_rank=target)
+
+    def source(self, rank=0, targets=(0,), *, engine=None, **options):
+        endpoint = Endpoint(edge=self.edge, side="source", rank=rank, peer_ranks=targets)
+        transport = CopyingTransport(endpoint, engine or CopyingEngine(), **options)
+        self.stack.callback(transport.close)
+        self.addresses[rank] = transport.address
+        return transport
+
+    def target(self, rank=0, sources=(0,), *, engine=None, **options):
+        endpoint = Endpoint(edge=self.edge, side="target", rank=rank, peer_ranks=sources)
+        peers = {source: self.addresses[source] for source in sources}
+        transport = CopyingTransport(endpoint, engine or CopyingEngine(), peers=peers, **options)
+        self.stack.callback(transport.close)
+        # Before it is closed, so that nothing is left that an engine never ends.
+        self.stack.callback(transport.engine.may_start.set)
+        self.stack.callback(transport.engine.may_end.set)
+        return transport
+
+
+@contextlib.contextmanager
+def copying_world():
+    with contextlib.ExitStack() as stack:
+        yield CopyingWorld(stack)
