@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import xxhash
 from boxed_caches import Held, boxed_cache, carry, carry_piece, positions, value_of
 
 from omnikv import Edge, Layout, PagedKV, Parallel, PayloadId, Route
 from omnikv.core.boxes import Span
 from omnikv.core.plan import Piece
+from omnikv.core.wire import Extension, Header, encode_head, lay_out, seal
 from omnikv.errors import ConfigError, RemoteProtocolError, WireError
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.cut import own_layers
@@ -152,3 +154,16 @@ def test_without_regions_the_tokens_are_counted_and_not_believed():
     identity, lease = sealed(piece, [layer(rows=5)], regions=(), num_tokens=99)
     part = read_part(identity, piece, lease, 0.0)
     assert assemble([part], route.target_boxes[0], "req").num_tokens == 5
+
+
+def test_a_value_of_fewer_tokens_than_its_key_is_refused_though_its_head_is_sealed():
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=1)
+    [piece] = route.pieces()
+    spans, nbytes = lay_out([("key", 0, "float32", (5, 2, 2)), ("value", 0, "float32", (3, 2, 2))])
+    extension = Extension(source_rank=0, target_rank=0, role="primary", attempt=0, heads=(0, 1))
+    head = encode_head(Header(request_id="req", num_layers=1, spans=spans, data_nbytes=nbytes, extension=extension))
+    lease = Held(len(head) + nbytes)
+    lease.buffer[: len(head)] = seal(head, xxhash.xxh3_128(head).hexdigest())
+    identity = PayloadId(edge=route.edge, transfer_id="req", source_rank=0, target_rank=0)
+    with pytest.raises(RemoteProtocolError, match=r"layer 0 value has shape \[3, 2, 2\], expected \[5, 2, head_dim\]"):
+        read_part(identity, piece, lease, 0.0)

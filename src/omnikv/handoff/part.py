@@ -93,7 +93,7 @@ def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV
         if extension is None or extension.num_tokens is None:
             raise _unlike_route(payload, piece, " names regions without the number of tokens of the request")
         return pairs, extension.num_tokens
-    return pairs, pairs[0].key.shape[0] if pairs[0].key.ndim else 0
+    return pairs, _num_rows(pairs[0].key)
 
 
 def _checked_regions(
@@ -117,12 +117,12 @@ def _checked_regions(
         raise _unlike_route(payload, piece, f" sent {len(pairs)} layers for the {named} that it names")
     rest = iter(pairs)
     for box, region in zip(piece.boxes, found, strict=True):
-        # Only where regions are named do the layers of a request have equally many tokens.
-        rows = count(region.tokens) if stated else None
         for layer, pair in zip(range(*region.layers), rest, strict=False):
+            # Only where regions are named do the layers of a request have equally many tokens.
+            rows = count(region.tokens) if stated else _num_rows(pair.key)
             for name, tensor in zip(LayerKV._fields, pair, strict=True):
                 if not _fits(tensor, rows, len(region.heads), is_state=box.target_share == State()):
-                    expected = f"[{'tokens' if rows is None else rows}, {len(region.heads)}, head_dim]"
+                    expected = f"[{rows}, {len(region.heads)}, head_dim]"
                     what = f"'s layer {layer} {name} has shape {list(tensor.shape)}, expected {expected}"
                     raise _unlike_route(payload, piece, what)
     return found
@@ -132,10 +132,14 @@ def _names_regions(payload: DecodedPayload) -> tuple[Region, ...]:
     return () if payload.header.extension is None else payload.header.extension.regions
 
 
-def _fits(tensor: torch.Tensor, rows: int | None, num_heads: int, *, is_state: bool) -> bool:
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 0
+
+
+def _fits(tensor: torch.Tensor, rows: int, num_heads: int, *, is_state: bool) -> bool:
     if tensor.ndim != 3 and not (is_state and tensor.ndim > 3):
         return False
-    return tensor.shape[1] == num_heads and rows in (None, tensor.shape[0])
+    return tuple(tensor.shape[:2]) == (rows, num_heads)
 
 
 def _spell(stated: Sequence[Region]) -> str:
