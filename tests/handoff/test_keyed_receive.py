@@ -404,3 +404,16 @@ def test_a_claim_that_cannot_be_abandoned_is_logged(caplog):
     with pytest.raises(ReceiveTimeout):
         receive(Stuck({}))
     assert "could not abandon" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, {}, [1], {"key_cache": []}, {"key_cache": [torch.ones(1, 1, 1)], "value_cache": []}]
+)
+def test_d06_a_payload_without_layers_is_no_kv_and_is_not_kept_for_a_retry(blocks):
+    connector = Shelf({PLAIN: {"request_id": "r1", "metadata": {}} | ({"layer_blocks": blocks} if blocks else {})})
+    fetch = KeyedFetch(connector, "r1", route(), closing=threading.Event())
+    fetch_until(fetch, until=time.monotonic())
+    with pytest.raises(WireError, match="the payload of request 'r1' has"):
+        fetch.require()
+    assert fetch.is_lost
+    assert fetch.give_back()

@@ -14,7 +14,8 @@ from tests.support.engine_groups import ThreadCoordinator
 from omnikv.core.receive_role import ReceiveLayout, ReceiveRole
 from omnikv.errors import ConfigError, RemoteProtocolError, VerdictInDoubt
 from omnikv.handoff.bounded_calls import BoundedCalls
-from omnikv.handoff.lockstep import Case, Lockstep, VoteRules, received_until_vote, request_id_of
+from omnikv.handoff.engine_request import received_until_vote, request_id_of
+from omnikv.handoff.lockstep import Case, Lockstep, VoteRules
 from omnikv.handoff.open_request import Deadlines, OpenRequest
 
 

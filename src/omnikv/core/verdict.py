@@ -16,6 +16,7 @@ from omnikv.errors import LocalProtocolError
 WHOLE_RANK = ""
 # More rounds than any deadline leaves room for: a bound that makes every run finite.
 MAX_ROUNDS = 1024
+_DIFFERS = "differs: "
 
 
 def rule(ballots: Sequence[Ballot]) -> Ruling:
@@ -89,7 +90,7 @@ def _difference(entry: RoleBallot, other: RoleBallot, other_rank: int) -> str:
         for name in sorted({*mine, *theirs})
         if mine.get(name) != theirs.get(name)
     ]
-    return "differs: " + "; ".join(parts)
+    return _DIFFERS + "; ".join(parts)
 
 
 def _undeclared(ballots: Sequence[Ballot]) -> tuple[tuple[int, str, str], ...]:
@@ -108,6 +109,11 @@ def _spell(roles: Sequence[tuple[str, bool]]) -> str:
 def spell_cause(rank: int, role: str, words: str) -> str:
     """One cause in words: "rank 1 lacks cfg_text: producer failed"."""
     return f"rank {rank}: {words}" if role == WHOLE_RANK else f"rank {rank} lacks {role}: {words}"
+
+
+def tells_of_difference(causes: Sequence[tuple[int, str, str]]) -> bool:
+    """Whether some ranks hold other contents than their peers: the same payloads can never be agreed on."""
+    return any(words.startswith(_DIFFERS) for _, _, words in causes)
 
 
 def spell_causes(causes: Sequence[tuple[int, str, str]]) -> str:

@@ -19,9 +19,10 @@ from omnikv.core.roles import Payload
 from omnikv.errors import OmniKVError
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.distribute import Causes, HandingOn
+from omnikv.handoff.engine_request import drop_payload, ids_of, received_until_vote, request_id_of
 from omnikv.handoff.level_calls import takes_packed
-from omnikv.handoff.lockstep import Case, Lockstep, VoteRules, drop_payload, received_until_vote, request_id_of
-from omnikv.handoff.open_request import Deadlines, OpenRequest, OpenRequests, ids_of
+from omnikv.handoff.lockstep import Case, Lockstep, VoteRules
+from omnikv.handoff.open_request import Deadlines, OpenRequest, OpenRequests
 from omnikv.tensors.place import move_tensors
 
 ResolveId = Callable[[Any], str | None]

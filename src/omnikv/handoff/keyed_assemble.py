@@ -17,7 +17,7 @@ from omnikv.core.topology import KVTPTopology
 from omnikv.errors import HandoffError, OmniKVError, PayloadLost
 from omnikv.handoff.engine_connector import Delivery, Stages
 from omnikv.tensors.place import borrows_from, map_tensors, move_tensors
-from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, slice_received_rank_shard
+from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, require_layers, slice_received_rank_shard
 
 _Made = TypeVar("_Made")
 
@@ -47,7 +47,7 @@ def assemble_shards(
     """This rank's payload, made of its shards, which come from the ranks `sources`; it may borrow their memory.
 
     Raises:
-        WireError: the shards do not fit together.
+        WireError: the shards do not fit together, or hold no layers: a payload without KV must not count as received.
         TopologyError: they do not hold all heads that this rank needs, by `num_kv_heads`.
         HandoffError: an engine's merger or slicer failed.
     """
@@ -69,6 +69,9 @@ def assemble_shards(
             f"the payload merger or slicer made {type(data).__name__} of request {request_id!r}, not a payload",
             request_id=request_id,
         )
+    # What an engine's own functions make has a form that only it knows.
+    if not (callable(route.merger) or callable(route.slicer)):
+        require_layers(data, f"the payload of request {request_id!r}")
     return data
 
 

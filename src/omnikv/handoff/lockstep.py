@@ -24,11 +24,12 @@ from omnikv.core.keys import PRIMARY_ROLE
 from omnikv.core.messages import Ballot, Ruling
 from omnikv.core.published_vote import published_signature, should_exchange
 from omnikv.core.receive_role import ReceiveLayout
-from omnikv.core.roles import branch_roles, clear_payload, collect_payload, companion_ids, missing_roles, primary_kv
-from omnikv.core.verdict import MAX_ROUNDS, spell_causes
+from omnikv.core.roles import branch_roles, collect_payload, companion_ids, missing_roles, primary_kv
+from omnikv.core.verdict import MAX_ROUNDS, spell_causes, tells_of_difference
 from omnikv.errors import LocalProtocolError
 from omnikv.handoff.bounded_calls import BoundedCalls
 from omnikv.handoff.engine_ballot import ballot_of, done_ballot, failed_ballot
+from omnikv.handoff.engine_request import drop_payload
 from omnikv.handoff.engine_seat import Seats, VotesOver, is_process_group
 from omnikv.handoff.object_agreement import PublishedVerdict, agree_on_state
 from omnikv.handoff.open_request import OpenRequest
@@ -37,8 +38,6 @@ logger = logging.getLogger("omnikv.agree")
 
 Causes = tuple[tuple[int, str, str], ...]
 Dialect = Literal["auto", "published", "contents"]
-# What a rank votes on whose request has an id that cannot be read: not an id, and no warm-up run either.
-_UNREADABLE_ID = "<unreadable>"
 # What the leaders' second vote is about.
 _HANDING_ON = "handing on"
 
@@ -74,40 +73,6 @@ class Case:
     request_id: str | None
     received: bool
     deadline: float
-
-
-def received_until_vote(receive: Callable[[], bool], request: OpenRequest, counters: Counter[str]) -> bool:
-    """What `receive` says, or False with the cause logged, counted and noted in `request`."""
-    request.begin_attempt()
-    try:
-        return bool(receive()) and not request.is_broken
-    # edge: just before the vote; a rank that left here would leave its peers waiting in the exchange.
-    except Exception as error:
-        counters["receive_failed"] += 1
-        request.is_broken = True
-        request.failures[str(request.request_id)] = f"{type(error).__name__}: {error}"
-        logger.exception("KV of request %s was not received", request.request_id)
-        return False
-
-
-def request_id_of(req: Any, resolve: Callable[[Any], str | None]) -> str | None:
-    """What `resolve` says as text, or a stand-in that is voted on, logged, where the request cannot be asked."""
-    try:
-        found: object = resolve(req)
-        return None if found is None else str(found)
-    # edge: the request is an engine's object; its peers wait for this rank's vote on it.
-    except Exception:
-        logger.exception("a request could not be asked for its id")
-        return _UNREADABLE_ID
-
-
-def drop_payload(req: Any, request_id: str | None) -> None:
-    """Nothing; clears the request's KV, and keeps its inputs. One that cannot be cleared is logged."""
-    try:
-        clear_payload(req)
-    # edge: the request is an engine's object; its group has decided, and followers may still wait to be told.
-    except Exception:
-        logger.exception("the KV of request %s was dropped and its request could not be cleared", request_id)
 
 
 class Lockstep:
@@ -273,6 +238,7 @@ class Lockstep:
         mine = {cause[:2]: cause for cause in self._own_causes(case)}
         told = {cause[:2]: cause for cause in causes}
         merged = tuple(cause for _, cause in sorted({**told, **mine}.items()))
+        case.request.is_mixed = tells_of_difference(causes)
         self._counters["dropped"] += 1
         self._counters.update(f"rank {rank} lacks {role or 'a vote'}" for rank, role, _ in merged)
         words = spell_causes(merged) or f"rank 0 saw a difference; rank {_rank(case.layout)} lacks nothing"

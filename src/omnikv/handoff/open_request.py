@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from omnikv.core.roles import companion_ids
 from omnikv.core.rounds import round_end
 from omnikv.handoff.keyed_assemble import ReceiveRoute, place_payload
 from omnikv.handoff.keyed_receive import KeyedFetch, ReceivedPayload, fetch_until
@@ -49,7 +48,8 @@ class OpenRequest:
 
     `failures` says why something did not come, by the id it travels under. `waiting` are the ids that another round may
     bring. `is_broken` says that something failed which no single id stands for, so that the request cannot count as
-    received. `fetches_companions` says that whoever waits for one of the ids waits for all.
+    received. `is_mixed` says that what came differs between ranks, so that a retry must have it sent anew.
+    `fetches_companions` says that whoever waits for one of the ids waits for all.
     """
 
     deadlines: Deadlines
@@ -57,6 +57,7 @@ class OpenRequest:
     failures: dict[str, str] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
     is_broken: bool = False
+    is_mixed: bool = False
     fetches_companions: bool = False
     fetches: dict[str, KeyedFetch] = field(default_factory=dict)
     receive_again: Callable[[], bool] | None = None
@@ -204,20 +205,8 @@ class OpenRequests:
             self.leave(request)
 
     def leave(self, request: OpenRequest) -> None:
-        """Nothing; gives back what the request holds, and keeps what cannot go back for its retry."""
+        """Nothing; gives back what the request holds, and keeps for a retry what cannot go back and is of use to it."""
         left_over = request.give_back()
-        if left_over:
+        if left_over and not request.is_mixed:
             with self._lock:
                 self._left_over = left_over
-
-
-def ids_of(req: Any, request_id: str | None) -> tuple[str, ...]:
-    """The id that a request travels under and those of its companions, its own first; none without one."""
-    if not request_id:
-        return ()
-    try:
-        return (request_id, *companion_ids(req).values())
-    # edge: the request is an engine's object, and its peers wait for this rank's vote whatever it raises.
-    except Exception:
-        logger.exception("the companions of request %s could not be read", request_id)
-        return (request_id,)

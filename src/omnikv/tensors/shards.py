@@ -142,7 +142,7 @@ def merge_received_rank_shards(
     ranks = source_ranks or [None] * len(payloads)
     names = [f"shard {at}" if rank is None else f"the shard of source rank {rank}" for at, rank in enumerate(ranks)]
     for payload, name in zip(payloads, names, strict=True):
-        _require_layers(payload, name)
+        require_layers(payload, name)
         _require_same(
             "request", payloads[0].get("request_id"), payload.get("request_id"), name, WireReason.WRONG_REQUEST
         )
@@ -238,13 +238,24 @@ def _picked(what: str, part: torch.Tensor, heads: _Heads | None) -> torch.Tensor
     return part.narrow(1, heads.positions[0], len(heads.positions))
 
 
-def _require_layers(payload: Any, name: str) -> None:
+def require_layers(payload: Any, name: str) -> None:
+    """Nothing, when the payload has layers, as many of keys as of values; `name` names it in errors.
+
+    Raises:
+        WireError: it has not.
+    """
     blocks = payload.get("layer_blocks") if isinstance(payload, dict) else None
-    if not isinstance(blocks, dict):
-        raise _misfit(f"{name} has no layer_blocks, got {_describe(payload)}", WireReason.HEADER_FIELD)
-    counts = [len(blocks.get(cache) or []) for cache in CACHE_NAMES]
-    if counts[0] != counts[1]:
-        raise _misfit(f"{name} has {counts[0]} key layers and {counts[1]} value layers", WireReason.LAYER_COUNT)
+    keys, values = (blocks.get(cache) if isinstance(blocks, dict) else None for cache in CACHE_NAMES)
+    if not (isinstance(keys, list | tuple) and isinstance(values, list | tuple)):
+        raise WireError(
+            f"{name} has no layer_blocks with a list of tensors each under {' and '.join(CACHE_NAMES)}, got "
+            f"{_describe(payload)}",
+            reason=WireReason.HEADER_FIELD,
+        )
+    if len(keys) != len(values):
+        raise WireError(
+            f"{name} has {len(keys)} key layers and {len(values)} value layers", reason=WireReason.LAYER_COUNT
+        )
 
 
 def _require_same(what: str, first: object, other: object, name: str, reason: WireReason) -> None:

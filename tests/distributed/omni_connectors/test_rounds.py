@@ -246,6 +246,18 @@ def test_x16_what_a_get_consumed_is_kept_for_a_retry_after_a_drop(
     assert [heads_of(req.past_key_values) for req in requests] == [[0], [1]]
 
 
+def test_d28_parts_of_different_attempts_are_not_kept_for_a_retry(world, connector, packed, request_of):
+    receivers = world(tp=2, more={"kv_agreement": "contents"})
+    shelve(connector, packed, [0], tokens=3)
+    shelve(connector, packed, [1], tokens=9)
+    assert receive_together(receivers, [request_of(), request_of()]) == [False, False]
+    # Sent once more, whole: the rank that held the odd one must not vote on it again.
+    shelve(connector, packed, [0, 1], tokens=9)
+    requests = [request_of(), request_of()]
+    assert receive_together(receivers, requests) == [True, True]
+    assert [len(req.past_key_values.key_cache[0]) for req in requests] == [9, 9]
+
+
 def test_x16_what_was_kept_is_dropped_when_another_request_is_received(world, connector, packed, request_of):
     receivers = world(tp=2)
     shelve(connector, packed, [0])
