@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -266,6 +267,38 @@ class PairOf:
         transport = self.kind(endpoint, pool_nbytes=self.pool_nbytes)
         self.stack.callback(transport.close)
         return transport
+
+
+class Unwaiting(MemoryTransport):
+    """Breaks no rule: waits for no room, as strangers need not, and hears late that a reader is done."""
+
+    def reserve_all(self, requests, *, deadline):
+        return super().reserve_all(requests, deadline=0.0)
+
+    def get(self, payload, *, deadline):
+        lease = super().get(payload, deadline=deadline)
+        return lease and HeardLate(lease)
+
+
+class HeardLate(Lease):
+    def __init__(self, lease):
+        self._lease = lease
+
+    @property
+    def buffer(self):
+        return self._lease.buffer
+
+    def acknowledge(self):
+        threading.Timer(0.05, self._lease.acknowledge).start()
+
+    def release(self):
+        threading.Timer(0.05, self._lease.release).start()
+
+
+@pytest.mark.parametrize("name", ["abort_is_told_and_frees", "ends_come_in_any_order", "every_reader_gets_it"])
+def test_a_source_that_does_not_wait_for_room_and_hears_late_of_its_readers_passes(name):
+    with contextlib.ExitStack() as stack:
+        dict(transport_scenarios())[name](PairOf(kind=Unwaiting, stack=stack, patience_s=30.0))
 
 
 @pytest.mark.parametrize("kind", CAUGHT_BY, ids=lambda kind: kind.__name__)
