@@ -174,12 +174,11 @@ def abort_is_told_and_frees(pair: TransportPair) -> None:
 
 
 def _room_comes_back(pair: TransportPair, source: Transport, payload: PayloadId, nbytes: int) -> None:
-    """Nothing; asks again until the source has heard that its reader is done, where it does not wait for room itself."""
+    """Nothing; asks until the source has heard that its reader is done, since it need not wait for that itself."""
     until = time.monotonic() + pair.patience_s
     while True:
         try:
-            source.reserve(payload, nbytes).drop()
-            return
+            return source.reserve(payload, nbytes).drop()
         except PutRejected as error:
             require(error.retryable and time.monotonic() < until, f"room must come back from a reader: {error}")
         # No call of a transport that does not wait says when room comes back.
