@@ -101,7 +101,7 @@ def test_layers_from_one_pipeline_stage_are_handed_out_without_a_copy():
     assert kv.layer_ids == (0, 1, 2, 3)
 
 
-def test_a_latent_has_no_heads_to_cut_and_is_read_once_by_each_target():
+def test_x10_a_latent_has_no_heads_to_cut_and_is_read_once_by_each_target():
     route = Route.parallel(EDGE, num_kv_heads=1, num_layers=2, source=Parallel(tp=4), target=Parallel(tp=2))
     assert arrive(route, 8) == needed_nbytes(route.target_boxes, 8)
     assert [(piece.source_rank, piece.target_rank) for piece in route.pieces()] == [(0, 0), (2, 1)]

@@ -219,3 +219,43 @@ def test_a_setting_names_a_layout(name, layout):
 def test_a_setting_that_names_no_layout_is_refused_with_the_names(name):
     with pytest.raises(ConfigError, match=f"no layout is named '{name}'; there are split_pair, stacked_0, stacked_1"):
         Layout.named(name, BS)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["block", "slot"]])
+def test_axes_and_names_that_are_no_text_are_refused(wrong):
+    with pytest.raises(ConfigError, match="must be text"):
+        Layout.of(wrong, BS)
+    with pytest.raises(ConfigError, match="named by text"):
+        Layout.named(wrong, BS)
+
+
+@pytest.mark.parametrize("block_size", [None, 0, -4, "4", 4.0, True])
+def test_d21_no_layout_is_inferred_for_a_block_size_that_is_none(block_size):
+    with pytest.raises(ConfigError, match="block_size must be a positive number"):
+        infer_layout(_zeros(6, 3, BS, 16), block_size)
+
+
+def test_a_sparse_cache_fits_no_layout():
+    with pytest.raises(ConfigError, match="fits no known layout"):
+        infer_layout(_zeros(6, 3, BS, 16).to_sparse(), BS)
+    with pytest.raises(ConfigError, match="layer 2 has the KV cache"):
+        layer_views(_zeros(6, 3, BS, 16).to_sparse(), Layout.packed(BS), layer=2)
+
+
+ODD_VIEWS = {
+    "at an offset": lambda whole: torch.cat([torch.zeros(7), whole.flatten()])[7:].view(whole.shape),
+    "of every other element": lambda whole: torch.stack([whole, whole + 1], -1)[..., 0],
+    "with its dimensions stored backwards": lambda whole: whole.mT.contiguous().mT,
+    "that is trained": lambda whole: whole.clone().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_VIEWS.values(), ids=ODD_VIEWS)
+@pytest.mark.parametrize("name", INFERRED)
+def test_a_cache_may_be_any_view(name, odd):
+    layout = PAGED[name](BS)
+    cache = make_cache(layout, 6, BS, 3, 8, lambda *shape: torch.randn(*shape))
+    parts = tuple(map(odd, cache)) if isinstance(cache, tuple) else odd(cache)
+    for mine, theirs in zip(layer_views(parts, layout, layer=0), layer_views(cache, layout, layer=0), strict=True):
+        assert torch.equal(mine, theirs)
+        assert not mine.requires_grad

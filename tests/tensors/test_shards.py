@@ -149,7 +149,7 @@ def test_keys_and_values_of_different_count_are_refused():
 
 
 @pytest.mark.parametrize("part", [torch.zeros(2, 4), "tensor", 3])
-def test_what_has_no_head_axis_is_not_joined_along_another(part):
+def test_x10_what_has_no_head_axis_is_not_joined_along_another(part):
     shards = [shard([0]), shard([1])]
     for payload in shards:
         payload["layer_blocks"]["key_cache"][0] = part

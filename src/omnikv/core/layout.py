@@ -57,6 +57,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.block_size is not None and not is_count(self.block_size):
             raise ConfigError(f"block_size must be a positive number of tokens, got {self.block_size!r}")
+        if not isinstance(self.axes, str):
+            raise ConfigError(f'the axes of a layout must be text such as "block head slot kv*dim", got {self.axes!r}')
         for text in (self.axes, self.key_order or self.axes, self.value_order or self.axes):
             _require_axes(text, self)
         for what, value, known in (
@@ -140,6 +142,8 @@ class Layout:
         Raises:
             ConfigError: it names none.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"a layout is named by text, got {name!r}")
         if name == "stacked_0" or name == "stacked_1":
             return cls.stacked(block_size, dim=int(name[-1]))
         if name in ("split_pair", "packed", "vllm_cpu", "latent"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from omnikv.core.layout import Layout, axes_of, dimensions_of
+from omnikv.core.layout import Layout, axes_of, dimensions_of, is_count
 from omnikv.errors import ConfigError
 
 # One layer's cache as an engine holds it: one tensor, or key and value apart.
@@ -53,8 +53,10 @@ def infer_layout(cache: LayerCache, block_size: int) -> Layout:
     meaning must be declared.
 
     Raises:
-        ConfigError: no layout fits, or the shape can be read in more than one way.
+        ConfigError: no layout fits, the shape can be read in more than one way, or there is no such block size.
     """
+    if not is_count(block_size):
+        raise ConfigError(f"block_size must be a positive number of tokens, got {block_size!r}")
     layouts = _inferable(block_size)
     fitting = [layout for layout in layouts if _split(cache, layout) is not None]
     if not fitting:
@@ -105,6 +107,8 @@ def _split(cache: object, layout: Layout) -> BlockViews | None:
 
 def _blocks_of(tensor: torch.Tensor, layout: Layout, which: int) -> torch.Tensor | None:
     """The blocks of key (`which` = 0) or value as a view, or None when the tensor does not fit."""
+    if tensor.layout is not torch.strided:
+        return None
     strided = _block_strides(layout, which, tensor.shape, tensor.stride())
     typed = _typed(tensor.detach(), layout.dtype)
     if strided is None or typed is None:
