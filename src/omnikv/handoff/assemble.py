@@ -5,13 +5,15 @@ Nothing is handed out before the regions that arrived are proven to cover this r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, position_of, regions
-from omnikv.core.coverage import Part, find_flaw
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Region, Span, position_of, regions
+from omnikv.core.coverage import Flaw, Part, find_flaw
+from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, Stripes, count, is_everything
 from omnikv.errors import RemoteProtocolError
 from omnikv.handoff.part import Arrived
@@ -28,18 +30,18 @@ def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> Recei
     """
     _check_alike(arrived, request_id)
     first = arrived[0]
-    boxes = _closed(boxes, first)
-    _check_coverage(arrived, boxes, request_id)
-    layers, owned = _put_together(arrived, boxes, request_id)
+    plan = _plan_of(tuple((part.piece, part.regions) for part in arrived), boxes, first.num_tokens)
+    if isinstance(plan, Flaw):
+        raise RemoteProtocolError(f"request {request_id!r} did not arrive whole: {plan.spell()}", request_id=request_id)
     return ReceivedKV(
         request_id=request_id,
-        layers=layers,
-        layer_ids=[layer for box in boxes for layer in range(*box.layers)],
+        layers=_put_together(arrived, plan, request_id),
+        layer_ids=plan.layer_ids,
         num_tokens=first.num_tokens,
         metadata=dict(first.payload.header.metadata),
         sources=tuple(part.received for part in arrived),
         leases=[part.lease for part in arrived],
-        owns_memory=owned,
+        owns_memory=not any(place.is_whole for place in plan.layers),
     )
 
 
@@ -92,9 +94,54 @@ def _misfit(other: Arrived, first_rank: int, difference: str, request_id: str) -
     )
 
 
-def _closed(boxes: Boxes, part: Arrived) -> Boxes:
+class _Placed(NamedTuple):
+    """One pair that arrived: the pair's and its part's numbers, and where it belongs: heads and rows (None: all)."""
+
+    part: int
+    pair: int
+    head_positions: HeadIds
+    rows: Stripes | None
+
+
+class _Place(NamedTuple):
+    """One of this rank's layers, and what it is made of; whole where that is one pair as it came."""
+
+    placed: tuple[_Placed, ...]
+    num_heads: int
+    num_rows: int
+    is_whole: bool
+
+
+class _Plan(NamedTuple):
+    """How parts become a rank's layers, ascending; each element of them comes once."""
+
+    layer_ids: tuple[int, ...]
+    layers: tuple[_Place, ...]
+
+
+# What each request of one length would repeat.
+@functools.lru_cache(maxsize=64)
+def _plan_of(parts: tuple[tuple[Piece, tuple[Region, ...]], ...], boxes: Boxes, num_tokens: int) -> _Plan | Flaw:
+    """How these parts become `boxes`, or why they are not all of them, each element once (D20, D35)."""
+    boxes = _closed(boxes, parts[0][1])
+    found = [Part(piece.source_rank, region) for piece, held in parts for region in held]
+    flaw = find_flaw(regions(boxes, num_tokens), found)
+    if flaw is not None:
+        return flaw
+    by_layer: dict[int, list[_Placed]] = {}
+    for number, (piece, held) in enumerate(parts):
+        for at, placed in _placed(number, piece, held, boxes, num_tokens):
+            by_layer.setdefault(at, []).append(placed)
+    layers = [
+        _place(by_layer[at], box, num_tokens)
+        for at, box in enumerate(box for box in boxes for _ in range(box.layers.num_layers))
+    ]
+    return _Plan(tuple(layer for box in boxes for layer in range(*box.layers)), tuple(layers))
+
+
+def _closed(boxes: Boxes, first: Sequence[Region]) -> Boxes:
     """The boxes, open layers ending with the last one that came."""
-    stop = max(region.layers.stop for region in part.regions)
+    stop = max(region.layers.stop for region in first)
     return tuple(
         Box(heads=box.heads, layers=Span(box.layers.start, min(box.layers.stop, stop)), tokens=box.tokens)
         if box.layers.stop == EVERY_LAYER.stop
@@ -103,74 +150,54 @@ def _closed(boxes: Boxes, part: Arrived) -> Boxes:
     )
 
 
-def _check_coverage(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> None:
-    """Nothing, when what arrived is this rank's part of the request, each element once (D20, D35)."""
-    parts = [Part(part.piece.source_rank, region) for part in arrived for region in part.regions]
-    flaw = find_flaw(regions(boxes, arrived[0].num_tokens), parts)
-    if flaw is not None:
-        raise RemoteProtocolError(f"request {request_id!r} did not arrive whole: {flaw.spell()}", request_id=request_id)
-
-
-class _Placed(NamedTuple):
-    """One pair that arrived, and where it belongs: heads and rows (None: all) of one of this rank's layers."""
-
-    part: Arrived
-    pair: LayerKV
-    head_positions: HeadIds
-    rows: Stripes | None
-
-
-def _put_together(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> tuple[list[LayerKV], bool]:
-    """This rank's layers, and whether they lie in memory of their own; a layer that came in one pair is that pair."""
-    by_layer: dict[int, list[_Placed]] = {}
-    for part in arrived:
-        for at, placed in _placed(part, boxes):
-            by_layer.setdefault(at, []).append(placed)
-    layers: list[LayerKV] = []
-    owned = True
-    at = 0
-    for box in boxes:
-        num_rows = count(box.tokens.stripes(arrived[0].num_tokens))
-        every_head = tuple(range(len(box.heads)))
-        for _ in range(box.layers.num_layers):
-            found = by_layer[at]
-            if len(found) == 1 and _is_whole(found[0], every_head, num_rows):
-                layers.append(found[0].pair)
-                owned = False
-            else:
-                layers.append(_merged(found, at, len(every_head), num_rows, request_id))
-            at += 1
-    return layers, owned
-
-
-def _placed(part: Arrived, boxes: Boxes) -> Iterator[tuple[int, _Placed]]:
-    """Each pair of the part with its layer's place among this rank's, and its own place in that."""
-    pairs = iter(part.pairs)
-    for box, region in zip(part.piece.boxes, part.regions, strict=True):
+def _placed(
+    number: int, piece: Piece, held: Sequence[Region], boxes: Boxes, num_tokens: int
+) -> Iterator[tuple[int, _Placed]]:
+    """Each pair of part `number` with its layer's place among this rank's, and its own place in that."""
+    pair = 0
+    for box, region in zip(piece.boxes, held, strict=True):
         whole = box.source_share == box.target_share == ALL_TOKENS
-        rows = None if whole else box.target_rows(part.num_tokens)
+        rows = None if whole else box.target_rows(num_tokens)
         first = position_of(region.layers.start, boxes)
         for at in range(first, first + region.layers.num_layers):
-            yield at, _Placed(part, next(pairs), box.target_positions, rows)
+            yield at, _Placed(number, pair, box.target_positions, rows)
+            pair += 1
 
 
-def _is_whole(one: _Placed, every_head: HeadIds, num_rows: int) -> bool:
-    return one.head_positions == every_head and (one.rows is None or is_everything(one.rows, num_rows))
+def _place(placed: Sequence[_Placed], box: Box, num_tokens: int) -> _Place:
+    num_rows = count(box.tokens.stripes(num_tokens))
+    first = placed[0]
+    is_whole = (
+        len(placed) == 1
+        and first.head_positions == tuple(range(len(box.heads)))
+        and (first.rows is None or is_everything(first.rows, num_rows))
+    )
+    return _Place(tuple(placed), len(box.heads), num_rows, is_whole)
 
 
-def _merged(found: Sequence[_Placed], at: int, num_heads: int, num_rows: int, request_id: str) -> LayerKV:
-    first = found[0]
-    for other in found[1:]:
-        for mine, theirs in zip(first.pair, other.pair, strict=True):
+def _put_together(arrived: Sequence[Arrived], plan: _Plan, request_id: str) -> list[LayerKV]:
+    """This rank's layers; one that came in one pair is that pair."""
+    pairs = [part.pairs for part in arrived]
+    return [
+        pairs[place.placed[0].part][place.placed[0].pair] if place.is_whole else _merged(arrived, place, at, request_id)
+        for at, place in enumerate(plan.layers)
+    ]
+
+
+def _merged(arrived: Sequence[Arrived], place: _Place, at: int, request_id: str) -> LayerKV:
+    first, *others = place.placed
+    pairs = [arrived[placed.part].pairs[placed.pair] for placed in place.placed]
+    for other, pair in zip(others, pairs[1:], strict=True):
+        for mine, theirs in zip(pairs[0], pair, strict=True):
             if mine.dtype != theirs.dtype or mine.shape[2:] != theirs.shape[2:]:
                 difference = f"layer {at}: {_spell_facts(_facts(theirs))} against {_spell_facts(_facts(mine))}"
-                raise _misfit(other.part, first.part.piece.source_rank, difference, request_id)
-    merged = LayerKV(*(_room_for(tensor, first.rows, num_rows, num_heads) for tensor in first.pair))
-    for placed in found:
-        for out, tensor in zip(merged, placed.pair, strict=True):
+                raise _misfit(arrived[other.part], arrived[first.part].piece.source_rank, difference, request_id)
+    merged = LayerKV(*(_room_for(tensor, first.rows, place) for tensor in pairs[0]))
+    for placed, pair in zip(place.placed, pairs, strict=True):
+        for out, tensor in zip(merged, pair, strict=True):
             write_rows(out, tensor, placed.rows, placed.head_positions)
     return merged
 
 
-def _room_for(like: torch.Tensor, rows: Stripes | None, num_rows: int, num_heads: int) -> torch.Tensor:
-    return like.new_empty((like.shape[0] if rows is None else num_rows, num_heads, *like.shape[2:]))
+def _room_for(like: torch.Tensor, rows: Stripes | None, place: _Place) -> torch.Tensor:
+    return like.new_empty((like.shape[0] if rows is None else place.num_rows, place.num_heads, *like.shape[2:]))
