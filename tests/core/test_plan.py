@@ -109,6 +109,61 @@ def test_a_route_that_is_not_proven_says_what_is_wrong(source, target, message):
         route_of(source, target)
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (3, "rules must be a list of LayerRule, got 3"),
+        ([Span(0, 1)], "rules must be a list of LayerRule"),
+    ],
+)
+def test_rules_that_are_none_are_refused(rules, message):
+    with pytest.raises(TopologyError, match=message):
+        Parallel().boxes(2, 4, rules)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_heads", "message"),
+    [
+        ((0, 1.5), 2, "a rule must be of layers 0 to 1.5"),
+        ((2, 2), 2, "a rule must be of layers 2 to 2"),
+        (3, 2, "a rule must be of layers 3"),
+        ((0, 1), 0, "num_heads must be a positive integer, got 0"),
+        ((0, 1), "a", "num_heads must be a positive integer, got 'a'"),
+    ],
+)
+def test_a_rule_without_layers_or_heads_is_refused(layers, num_heads, message):
+    with pytest.raises(TopologyError, match=message):
+        LayerRule(layers=layers, num_heads=num_heads, split=False)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (3, "the source stage must be given as a list of boxes a rank, got 3"),
+        ([[Box(heads=1)]], "source rank 0 must be given its KV heads as a list of global ids, got 1"),
+        ([[Box(heads=(0,), layers=2)]], "source rank 0 has a box of layers 2"),
+        ([[Box(heads=(0,), layers=(0, 1, 2))]], r"source rank 0 has a box of layers \(0, 1, 2\)"),
+    ],
+)
+def test_stages_that_are_none_are_refused(boxes, message):
+    with pytest.raises(TopologyError, match=message):
+        route_of(boxes, [[box([0])]])
+    with pytest.raises(TopologyError, match="target must be the parallel sizes of that stage, got None"):
+        Route.parallel(EDGE, num_kv_heads=2, source=Parallel(), target=None)
+
+
+def test_a_route_is_plain_whether_or_not_its_number_of_layers_is_known():
+    for num_layers in (None, 4):
+        tp = {"num_kv_heads": 2, "num_layers": num_layers, "source": Parallel(tp=2)}
+        assert Route.parallel(EDGE, **tp, target=Parallel()).is_plain
+        # One rank has all tokens, however they would be dealt out to more.
+        assert Route.parallel(EDGE, **tp, target=Parallel(cp_block=16)).is_plain
+        assert Route.parallel(EDGE, **tp, target=Parallel(cp_zigzag=True)).is_plain
+        assert not Route.parallel(EDGE, **tp, target=Parallel(cp=2)).is_plain
+    assert not Route.parallel(EDGE, num_kv_heads=2, num_layers=4, source=Parallel(pp=2), target=Parallel()).is_plain
+    assert not route_of([[box([0], (1, 3))]], [[box([0], (1, 3))]]).is_plain
+
+
 def test_heads_and_boxes_that_contradict_each_other_are_refused():
     with pytest.raises(TopologyError, match="source_heads and source_boxes contradict each other"):
         Route(edge=EDGE, source_heads=((1,),), source_boxes=[[box([0])]], target_boxes=[[box([0])]])
@@ -177,7 +232,10 @@ def test_d20_a_need_and_its_parts_fit_exactly_or_the_flaw_is_named(parts, words)
         (2, None, {}, [(0, 1)], "num_layers must be given where some layers have rules"),
         (2, 4, {}, [(0, 2), (1, 3)], "another rule names one of them"),
         (2, 4, {}, [(3, 5)], "outside the 4 layers"),
-        (0, 4, {}, [], "must be positive integers"),
+        (0, 4, {}, [], "num_kv_heads must be a positive integer, got 0"),
+        (True, 4, {}, [], "num_kv_heads must be a positive integer, got True"),
+        (2, "4", {}, [], "num_layers must be a positive integer, got '4'"),
+        (2, 2.0, {"pp": 2, "pp_layers": (1, 1)}, [], "num_layers must be a positive integer, got 2.0"),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused(num_heads, num_layers, sizes, rules, message):
@@ -194,6 +252,8 @@ def test_sizes_that_do_not_fit_together_are_refused(num_heads, num_layers, sizes
         ({"cp_block": 0}, "cp_block must be a positive integer, got 0"),
         ({"cp": 2, "cp_block": 4, "cp_zigzag": True}, "choose one"),
         ({"pp": 2, "pp_layers": (3,)}, "pp_layers must be 2 positive counts"),
+        ({"pp": 2, "pp_layers": (1.5, 2.5)}, "pp_layers must be 2 positive counts"),
+        ({"pp": 2, "pp_layers": 4}, "pp_layers must be 2 positive counts"),
     ],
 )
 def test_parallel_sizes_that_are_none_are_refused(sizes, message):

@@ -165,6 +165,17 @@ def test_states_and_tokens_never_meet():
         lambda: Cyclic(0, 2, 0),
         lambda: Cyclic(4, 2, 2),
         lambda: LastTokens(0),
+        lambda: LastTokens(1.5),
+        lambda: LastTokens("4"),
+        lambda: LastTokens(True),
+        lambda: Cyclic(1.5, 2, 0),
+        lambda: Cyclic("1", 2, 0),
+        lambda: Cyclic(1, 2, 0.5),
+        lambda: Chunks("2", (0,)),
+        lambda: Chunks(2.5, (0,)),
+        lambda: Chunks(2, (0.5,)),
+        lambda: Chunks(2, 1),
+        lambda: Chunks(2, None),
     ],
 )
 def test_shares_that_are_none_are_refused(make):

@@ -148,6 +148,38 @@ def test_layers_that_are_not_this_ranks_share_are_refused_before_anything_moves(
         own_layers((cache * 2)[:layers], boxes, num_tokens)
 
 
+@pytest.mark.parametrize(("rows", "num_tokens"), [([5, 5], 4), ([5, 5], 99), ([3, 5], 3)])
+def test_a_number_of_tokens_that_no_layer_of_a_plain_route_has_is_refused(rows, num_tokens):
+    [boxes] = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=1).source_boxes
+    with pytest.raises(ConfigError, match=f"num_tokens is {num_tokens}, but the layers hold 5 tokens"):
+        own_layers([layer(rows=count) for count in rows], boxes, num_tokens)
+
+
+def test_windows_that_nobody_declared_are_handed_on_and_are_not_taken_for_the_request():
+    route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=1)
+    [kv], _ = carry(route, [[layer(rows=3), layer(rows=5)]], None)
+    assert [one.key.shape[0] for one in kv.layers] == [3, 5]
+    assert kv.num_tokens == 5
+
+
+def test_where_the_layers_are_known_each_has_all_tokens_though_no_regions_are_named():
+    route = route_of(Parallel(), Parallel())
+    with pytest.raises(ConfigError, match=r"layer 0 has 3 tokens, but the route states .* of the request's 5"):
+        carry(route, [[layer(rows=3), layer(rows=5)]], None)
+    [piece] = route.pieces()
+    identity, lease = sealed(piece, [layer(rows=3), layer(rows=5)], regions=(), heads=(0, 1))
+    with pytest.raises(RemoteProtocolError, match=r"layer 0 key has shape \[3, 2, 2\], expected \[5, 2, head_dim\]"):
+        read_part(identity, piece, lease, 0.0)
+
+
+def test_a_payload_of_fewer_layers_than_the_route_says_is_refused_though_it_names_none():
+    route = route_of(Parallel(), Parallel())
+    [piece] = route.pieces()
+    identity, lease = sealed(piece, [layer()], regions=(), heads=(0, 1))
+    with pytest.raises(RemoteProtocolError, match=r"source rank 0 sent layers 0-0 .*, the route says layers 0-1"):
+        read_part(identity, piece, lease, 0.0)
+
+
 def test_without_regions_the_tokens_are_counted_and_not_believed():
     route = Route.tp("a", "b", num_kv_heads=2, from_tp=1, to_tp=1)
     [piece] = route.pieces()

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from omnikv.core.tokens import ALL_TOKENS, Chunks, Cyclic, LastTokens, State, Stripes, TokenShare
+from omnikv.core.tokens import (
+    ALL_TOKENS,
+    Chunks,
+    Cyclic,
+    LastTokens,
+    State,
+    Stripes,
+    TokenShare,
+    are_integers,
+)
 from omnikv.errors import TopologyError
 
 HeadIds: TypeAlias = "tuple[int, ...]"
@@ -91,20 +100,33 @@ def checked_boxes(boxes: object, who: str) -> Boxes:
 
 def _checked(box: Box, who: str) -> Box:
     heads = checked_head_ids(box.heads, who)
-    start, stop = box.layers
-    if type(start) is not int or type(stop) is not int or not 0 <= start < stop:
-        raise TopologyError(f"{who} has a box of layers {start!r} to {stop!r}: a range has a layer or more, from 0 on")
+    layers = checked_layers(box.layers, f"{who} has a box")
     if not isinstance(box.tokens, Chunks | Cyclic | LastTokens | State):
         raise TopologyError(f"{who} has a box whose tokens are no share of omnikv.core.tokens: {box.tokens!r}")
-    return Box(heads=heads, layers=Span(start, stop), tokens=box.tokens)
+    return Box(heads=heads, layers=layers, tokens=box.tokens)
 
 
-def checked_head_ids(heads: Sequence[int], who: str) -> HeadIds:
+def checked_layers(layers: object, whose: str) -> Span:
+    """The layers as a span.
+
+    Raises:
+        TopologyError: they are no two integers, or no layer is among them.
+    """
+    ends = tuple(layers) if isinstance(layers, Sequence) else ()
+    if len(ends) != 2 or not are_integers(*ends) or not 0 <= ends[0] < ends[1]:
+        spelled = f"{ends[0]!r} to {ends[1]!r}" if len(ends) == 2 else repr(layers)
+        raise TopologyError(f"{whose} of layers {spelled}: a range has a layer or more, from 0 on")
+    return Span(*ends)
+
+
+def checked_head_ids(heads: object, who: str) -> HeadIds:
     """The head ids of the rank `who`, as a tuple.
 
     Raises:
         TopologyError: there is none, or one is negative, no integer, or named twice.
     """
+    if not isinstance(heads, Sequence):
+        raise TopologyError(f"{who} must be given its KV heads as a list of global ids, got {heads!r}")
     ids = tuple(heads)
     if not ids:
         raise TopologyError(f"{who} holds no KV heads: state at least one global head id")
@@ -152,9 +174,10 @@ def _range(start: int, stop: int) -> str:
     return f" {start}" if stop - start == 1 else f"s {start}-{stop - 1}"
 
 
-def is_plain(stage: Sequence[Boxes]) -> bool:
-    """Whether every rank of the stage holds all tokens of all layers, so that only heads tell them apart."""
-    return all(boxes == (Box(heads=boxes[0].heads),) for boxes in stage)
+def are_plain(ranks: Sequence[Boxes]) -> bool:
+    """Whether each of the ranks holds all tokens of the same layers, from 0 on, so that only heads tell them apart."""
+    layers = ranks[0][0].layers
+    return not layers.start and all(boxes == (Box(heads=boxes[0].heads, layers=layers),) for boxes in ranks)
 
 
 def spell_stage(stage: Sequence[Boxes]) -> str:

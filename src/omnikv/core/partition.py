@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span
-from omnikv.core.tokens import Chunks, Cyclic, TokenShare
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, checked_layers
+from omnikv.core.tokens import ALL_TOKENS, Chunks, Cyclic, TokenShare, are_integers
 from omnikv.errors import TopologyError
 
 
@@ -56,12 +56,20 @@ class LayerRule:
 
     `num_heads` counts the units along the second axis of their tensors, which tensor-parallel ranks share unless
     `split` is off. `tokens` is what every context-parallel rank keeps of them; None: its share, as of other layers.
+
+    Raises:
+        TopologyError: no layers, or no heads.
     """
 
     layers: Span
     num_heads: int
     split: bool = True
     tokens: TokenShare | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", checked_layers(self.layers, "a rule must be"))
+        if not are_integers(self.num_heads) or self.num_heads < 1:
+            raise TopologyError(f"num_heads must be a positive integer, got {self.num_heads!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +98,11 @@ class Parallel:
                 raise TopologyError(f"{name} must be a positive integer, got {value!r}")
         if self.cp_zigzag and self.cp_block is not None:
             raise TopologyError("cp_zigzag and cp_block are two ways to share tokens; choose one")
-        if self.pp_layers is not None and (len(self.pp_layers) != self.pp or min(self.pp_layers) < 1):
-            raise TopologyError(f"pp_layers must be {self.pp} positive counts, one a stage, got {list(self.pp_layers)}")
+        if self.pp_layers is not None:
+            counts = tuple(self.pp_layers) if isinstance(self.pp_layers, Sequence) else ()
+            if len(counts) != self.pp or not are_integers(*counts) or min(counts) < 1:
+                raise TopologyError(f"pp_layers must be {self.pp} positive counts, one a stage, got {self.pp_layers!r}")
+            object.__setattr__(self, "pp_layers", counts)
 
     @property
     def num_ranks(self) -> int:
@@ -106,6 +117,9 @@ class Parallel:
             TopologyError: a count is not positive, `num_layers` is absent where it is needed or not the sum of
                 `pp_layers`, or two rules name one layer.
         """
+        if not are_integers(num_kv_heads) or num_kv_heads < 1:
+            raise TopologyError(f"num_kv_heads must be a positive integer, got {num_kv_heads!r}")
+        stages = self._layers(num_layers)
         runs = [(rule, _rank_heads(rule, self.tp)) for rule in _rule_runs(num_kv_heads, num_layers, rules)]
         return tuple(
             tuple(
@@ -113,7 +127,7 @@ class Parallel:
                 for rule, heads in runs
                 if (layers := rule.layers.meet(stage)) is not None
             )
-            for stage in self._layers(num_layers)
+            for stage in stages
             for cp in range(self.cp)
             for tp in range(self.tp)
         )
@@ -123,6 +137,8 @@ class Parallel:
             if self.pp > 1:
                 raise TopologyError(f"num_layers must be given to spread layers over {self.pp} pipeline stages")
             return (EVERY_LAYER,)
+        if not are_integers(num_layers):
+            raise TopologyError(f"num_layers must be a positive integer, got {num_layers!r}")
         if self.pp_layers is None:
             return split_layers(num_layers, self.pp)
         if sum(self.pp_layers) != num_layers:
@@ -131,6 +147,8 @@ class Parallel:
         return tuple(Span(*span) for span in pairwise(starts))
 
     def _share(self, rank: int) -> TokenShare:
+        if self.cp == 1:
+            return ALL_TOKENS
         if self.cp_block is not None:
             return Cyclic(self.cp_block, self.cp, rank)
         if self.cp_zigzag:
@@ -145,6 +163,8 @@ def _rank_heads(rule: LayerRule, tp_size: int) -> tuple[HeadIds, ...]:
 def _rule_runs(num_kv_heads: int, num_layers: int | None, rules: Sequence[LayerRule]) -> list[LayerRule]:
     """The rules and, between them, the plain layers as rules of their own, ascending."""
     total = EVERY_LAYER.stop if num_layers is None else num_layers
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, LayerRule) for rule in rules):
+        raise TopologyError(f"rules must be a list of LayerRule, got {rules!r}")
     if rules and num_layers is None:
         raise TopologyError("num_layers must be given where some layers have rules of their own")
     runs: list[LayerRule] = []

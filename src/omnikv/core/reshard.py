@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, checked_boxes, is_plain, spell_stage
+from omnikv.core.boxes import EVERY_LAYER, Box, Boxes, HeadIds, Span, are_plain, checked_boxes, spell_stage
 from omnikv.core.keys import Edge
 from omnikv.core.partition import LayerRule, Parallel, split_heads
 from omnikv.core.plan import Piece, SharedBox, StageIndex, plan_target, prove
@@ -43,7 +43,7 @@ class Route:
     target_heads: tuple[HeadIds, ...] = ()
     source_boxes: tuple[Boxes, ...] = ()
     target_boxes: tuple[Boxes, ...] = ()
-    # Whether every rank holds all tokens of all layers: then a payload has no more to say than its heads.
+    # Whether every rank holds all tokens of all layers, however many: then a payload has no more to say than its heads.
     is_plain: bool = field(init=False, repr=False, compare=False)
     # By target rank.
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
@@ -58,7 +58,7 @@ class Route:
         object.__setattr__(self, "target_boxes", target)
         object.__setattr__(self, "source_heads", tuple(map(_heads_of, source)))
         object.__setattr__(self, "target_heads", tuple(map(_heads_of, target)))
-        object.__setattr__(self, "is_plain", is_plain(source) and is_plain(target))
+        object.__setattr__(self, "is_plain", are_plain([*source, *target]))
         object.__setattr__(self, "_pieces", _proven_pieces(source, target))
 
     @classmethod
@@ -103,6 +103,9 @@ class Route:
         Raises:
             TopologyError: sizes, layers and rules do not fit together, or the stages keep different tokens.
         """
+        for side, sizes in (("source", source), ("target", target)):
+            if not isinstance(sizes, Parallel):
+                raise TopologyError(f"{side} must be the parallel sizes of that stage, got {sizes!r}")
         return cls(
             edge=edge,
             source_boxes=source.boxes(num_kv_heads, num_layers, rules),
@@ -160,6 +163,8 @@ def _proven_pieces(source: tuple[Boxes, ...], target: tuple[Boxes, ...]) -> tupl
 
 def _checked_stage(heads: Iterable[Any], boxes: Sequence[Any], side: str) -> tuple[Boxes, ...]:
     """The boxes of each rank of a stage that is given by heads, by boxes, or by both alike."""
+    if not isinstance(boxes, Sequence):
+        raise TopologyError(f"the {side} stage must be given as a list of boxes a rank, got {boxes!r}")
     if not boxes:
         boxes = [[Box(heads=ids)] for ids in _rank_lists(heads, side)]
         heads = ()

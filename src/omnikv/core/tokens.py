@@ -52,6 +52,11 @@ class Stripe(NamedTuple):
 Stripes: TypeAlias = "tuple[Stripe, ...]"
 
 
+def are_integers(*values: object) -> bool:
+    """Whether each of them is an int; a bool is none."""
+    return all(type(value) is int for value in values)
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """Some of `num_chunks` consecutive chunks that a request is cut into, as equal as can be.
@@ -68,10 +73,14 @@ class Chunks:
     chunks: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in pairwise(self.chunks))
-        if not self.chunks or not ascending or self.chunks[0] < 0 or self.chunks[-1] >= self.num_chunks:
+        chunks = tuple(self.chunks) if isinstance(self.chunks, Sequence) else ()
+        # A list would be another share than the tuple, and have no hash.
+        object.__setattr__(self, "chunks", chunks)
+        ascending = are_integers(self.num_chunks, *chunks) and all(a < b for a, b in pairwise(chunks))
+        if not chunks or not ascending or chunks[0] < 0 or chunks[-1] >= self.num_chunks:
             raise TopologyError(
-                f"chunks must be one or more of 0 to {self.num_chunks - 1}, ascending, got {list(self.chunks)}"
+                f"chunks must be one or more of {self.num_chunks!r} that are counted from 0, ascending, got "
+                f"{list(chunks)}"
             )
 
     def stripes(self, num_tokens: int) -> Stripes:
@@ -99,9 +108,10 @@ class Cyclic:
     rank: int
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1 or not 0 <= self.rank < self.num_ranks:
+        sizes = (self.block_tokens, self.num_ranks, self.rank)
+        if not are_integers(*sizes) or self.block_tokens < 1 or not 0 <= self.rank < self.num_ranks:
             raise TopologyError(
-                f"blocks of {self.block_tokens} tokens cannot be dealt to rank {self.rank} of {self.num_ranks}"
+                f"blocks of {self.block_tokens!r} tokens cannot be dealt to rank {self.rank!r} of {self.num_ranks!r}"
             )
 
     @property
@@ -134,8 +144,8 @@ class LastTokens:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise TopologyError(f"a window keeps at least 1 token, got {self.num_tokens}")
+        if not are_integers(self.num_tokens) or self.num_tokens < 1:
+            raise TopologyError(f"a window keeps at least 1 token, got {self.num_tokens!r}")
 
     def stripes(self, num_tokens: int) -> Stripes:
         """The tokens of this share in a request of `num_tokens`."""

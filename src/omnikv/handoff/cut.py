@@ -59,7 +59,9 @@ def own_layers(layers: Layers, boxes: Boxes, num_tokens: int | None = None) -> O
     for index, pair in enumerate(layers):
         pairs.append(_checked_pair(index, pair, _box_of(index, boxes)))
     total = _total_tokens(num_tokens, boxes, [pair[0].shape[0] for pair in pairs])
-    if boxes != (Box(heads=boxes[0].heads),):
+    if boxes == (Box(heads=boxes[0].heads),):
+        _require_counted(total, max(pair[0].shape[0] for pair in pairs))
+    else:
         for index, (key, _) in enumerate(pairs):
             _require_rows(f"layer {index}", key.shape[0], _box_of(index, boxes), total)
     return OwnLayers(layers=tuple(pairs), boxes=boxes, num_tokens=total)
@@ -124,9 +126,10 @@ def _total_tokens(stated: int | None, boxes: Boxes, rows: Sequence[int]) -> int:
         if type(stated) is not int or stated < 0:
             raise ConfigError(f"num_tokens must be the request's number of tokens, got {stated!r}")
         return stated
-    for index, num_rows in enumerate(rows):
-        if _box_of(index, boxes).tokens == ALL_TOKENS:
-            return num_rows
+    # Where nothing tells the layers apart, those that hold fewer tokens are windows.
+    of_whole_layers = [rows[at] for at in range(len(rows)) if _box_of(at, boxes).tokens == ALL_TOKENS]
+    if of_whole_layers:
+        return max(of_whole_layers)
     raise ConfigError(
         "this rank holds a share of the request's tokens only, so it cannot tell how many there are; pass num_tokens="
     )
@@ -139,6 +142,14 @@ def _box_of(index: int, boxes: Boxes) -> Box:
             return box
         index -= box.layers.num_layers
     raise ConfigError(f"the route states fewer layers for this rank than there are: {index + 1} more came")
+
+
+def _require_counted(num_tokens: int, most_rows: int) -> None:
+    if num_tokens != most_rows:
+        raise ConfigError(
+            f"num_tokens is {num_tokens}, but the layers hold {most_rows} tokens; leave it out where every rank holds "
+            "all of a request, and give layers that keep only the last tokens a LayerRule"
+        )
 
 
 def _require_rows(what: str, num_rows: int, box: Box, num_tokens: int) -> None:

@@ -93,7 +93,7 @@ def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV
         if extension is None or extension.num_tokens is None:
             raise _unlike_route(payload, piece, " names regions without the number of tokens of the request")
         return pairs, extension.num_tokens
-    return pairs, _num_rows(pairs[0].key)
+    return pairs, max(_num_rows(pair.key) for pair in pairs)
 
 
 def _checked_regions(
@@ -118,8 +118,9 @@ def _checked_regions(
     rest = iter(pairs)
     for box, region in zip(piece.boxes, found, strict=True):
         for layer, pair in zip(range(*region.layers), rest, strict=False):
-            # Only where regions are named do the layers of a request have equally many tokens.
-            rows = count(region.tokens) if stated else _num_rows(pair.key)
+            # Layers that nothing is known of may be windows, which hold fewer tokens.
+            is_known = stated or box.layers.stop != EVERY_LAYER.stop
+            rows = count(region.tokens) if is_known else _num_rows(pair.key)
             for name, tensor in zip(LayerKV._fields, pair, strict=True):
                 if not _fits(tensor, rows, len(region.heads), is_state=box.target_share == State()):
                     expected = f"[{rows}, {len(region.heads)}, head_dim]"
