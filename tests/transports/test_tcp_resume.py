@@ -10,6 +10,7 @@ from tcp_ends import TcpWorld
 from tcp_proxy import Proxy
 
 from omnikv.errors import ProducerFailed, RemoteProtocolError
+from omnikv.transports.base import PutRequest
 from omnikv.transports.tcp_messages import Pull
 from omnikv.transports.tcp_pull import Transfer
 
@@ -231,6 +232,28 @@ def test_a_payload_that_can_never_be_received_says_what_to_raise(world):
         target.get(world.payload("large"), deadline=time.monotonic() + SOON_S)
     put(world, source, "fits", MIB // 2)
     get(world, target, "fits", MIB // 2)
+
+
+def test_room_that_a_lane_still_read_when_its_payload_ended_lets_the_next_in(world):
+    """Given back while a lane still read it, it came back later, and whoever waited for it was not told."""
+    source, target = world.source(pool_nbytes=4 * MIB), world.target()
+    put(world, source, "first", 3 * MIB)
+    lease = target.get(world.payload("first"), deadline=time.monotonic() + SOON_S)
+    shelf = source._shelf
+    ((link, shown),) = shelf._shown.items()
+    (token,) = shown
+    read_still = shelf.pin(link, token)
+    lease.acknowledge()
+    assert source.drain(deadline=time.monotonic() + SOON_S) == 0
+    with ThreadPoolExecutor(1) as pool:
+        wanted = [PutRequest(world.payload("next"), 3 * MIB)]
+        waiting = pool.submit(source.reserve_all, wanted, deadline=time.monotonic() + SOON_S)
+        while not source._source._waiting_room._row.waiting:
+            assert not waiting.done()
+            time.sleep(0.001)
+        shelf.release(read_still)
+        (slot,) = waiting.result()
+        slot.drop()
 
 
 def test_payloads_wait_for_room_at_the_target_in_turn(world):

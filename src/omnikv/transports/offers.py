@@ -256,6 +256,10 @@ class Offers(Generic[Room]):
             self._shelf.handle(link, message)
         self._set_alarm()
 
+    def room_came_back(self) -> None:
+        """Nothing; whoever waits for room tries again. For shelves that get room back later than it was given."""
+        self._waiting_room.freed()
+
     def stopped(self, error: BaseException | None) -> None:
         """Nothing is offered any more; `drain` ends, and so does waiting for room."""
         self._ledger.clear(time.monotonic())

@@ -30,6 +30,7 @@ from omnikv.core.authentication import Claim
 from omnikv.errors import ConfigError
 from omnikv.transports.base import Capabilities, Endpoint
 from omnikv.transports.links import Link
+from omnikv.transports.offers import Offers
 from omnikv.transports.pair import PairTransport
 from omnikv.transports.proved_address import DEFAULT_LISTEN, Peers
 from omnikv.transports.proved_door import LaneCall
@@ -140,8 +141,12 @@ class TcpTransport(PairTransport):
         self._lanes_here().let_go()
 
     def _open_shelf(self) -> TcpShelf:
-        self._shelf = TcpShelf(self._pool, self._open_lanes(), self._lock)
+        self._shelf = TcpShelf(self._pool, self._open_lanes(), self._lock, self._room_came_back)
         return self._shelf
+
+    def _room_came_back(self) -> None:
+        assert isinstance(self._source, Offers)
+        self._source.room_came_back()
 
     def _open_window(self) -> TcpWindow:
         self._window = TcpWindow(

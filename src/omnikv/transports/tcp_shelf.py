@@ -82,9 +82,13 @@ class Stretch:
 
 
 class TcpShelf:
-    """The payloads of one source. Called with the transport's lock where nothing else is said."""
+    """The payloads of one source. Called with the transport's lock where nothing else is said.
 
-    def __init__(self, pool: Pool, lanes: LaneThread, lock: threading.Lock) -> None:
+    `room_came_back` is called with it when a room that was given back is not read by a lane any more.
+    """
+
+    def __init__(self, pool: Pool, lanes: LaneThread, lock: threading.Lock, room_came_back: Callable[[], None]) -> None:
+        self._room_came_back = room_came_back
         self._pool = pool
         self._lanes = lanes
         self._lock = lock
@@ -194,6 +198,7 @@ class TcpShelf:
         stretch.pins -= 1
         if stretch.is_over and not stretch.pins:
             self._pool.give(stretch.room)
+            self._room_came_back()
 
     def release(self, stretch: Stretch) -> None:
         """Nothing; as `unpin`, without the lock."""
