@@ -6,20 +6,23 @@ of its tensors, compared with the regions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-import torch
-
-from omnikv.core.boxes import EVERY_LAYER, Region, Span
+from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
+from omnikv.core.wire import TensorSpan
 from omnikv.errors import RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
 from omnikv.tensors.kv import LayerKV
 from omnikv.tensors.pack import DecodedPayload, decode_payload
 from omnikv.transports.base import Lease
+
+Shape: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,18 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
         in_place=True,
     )
     _check_origin(payload, identity)
-    pairs, num_tokens = _checked_pairs(payload, piece)
-    found = _checked_regions(payload, piece, pairs, num_tokens)
+    header, extension = payload.header, payload.header.extension
+    stated = (None, (), None) if extension is None else (extension.heads, extension.regions, extension.num_tokens)
+    content = _content_of(header.num_layers, header.spans, *stated, piece)
+    if isinstance(content, str):
+        raise RemoteProtocolError(
+            f"source rank {piece.source_rank}{content}", request_id=header.request_id, rank=piece.source_rank
+        )
     received = ReceivedPiece(
-        source_rank=piece.source_rank, heads=piece.heads, nbytes=len(lease.buffer), waited_s=waited_s
+        source_rank=piece.source_rank, heads=content.heads, nbytes=len(lease.buffer), waited_s=waited_s
     )
-    return Arrived(piece, lease, payload, pairs, found, num_tokens, received)
+    pairs = tuple(layer for layer in payload.layers if layer is not None)
+    return Arrived(piece, lease, payload, pairs, content.regions, content.num_tokens, received)
 
 
 def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
@@ -79,31 +88,39 @@ def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
         )
 
 
-def _checked_pairs(payload: DecodedPayload, piece: Piece) -> tuple[tuple[LayerKV, ...], int]:
-    """The part's tensors in order, and the tokens of the whole request."""
-    pairs = tuple(layer for layer in payload.layers if layer is not None)
-    extension = payload.header.extension
-    stated = () if extension is None else extension.heads
-    if extension is not None and stated != piece.heads:
-        raise _unlike_route(payload, piece, f" sent heads {list(stated)}, the route says {list(piece.heads)}")
-    if len(pairs) < len(payload.layers) or not pairs:
-        absent = next((at for at, layer in enumerate(payload.layers) if layer is None), 0)
-        raise _unlike_route(payload, piece, f" sent no layer {absent}")
-    if _names_regions(payload):
-        if extension is None or extension.num_tokens is None:
-            raise _unlike_route(payload, piece, " names regions without the number of tokens of the request")
-        return pairs, extension.num_tokens
-    return pairs, max(_num_rows(pair.key) for pair in pairs)
+class _Content(NamedTuple):
+    """What a part is: its heads, its regions, and the tokens of the whole request."""
+
+    heads: HeadIds
+    regions: tuple[Region, ...]
+    num_tokens: int
 
 
-def _checked_regions(
-    payload: DecodedPayload, piece: Piece, pairs: Sequence[LayerKV], num_tokens: int
-) -> tuple[Region, ...]:
-    """What the part is, from its head and its tensors; no region of it is taken from the route alone."""
-    stated = _names_regions(payload)
+# What every part of one shape would repeat; its tensors have the shapes of its spans.
+@functools.lru_cache(maxsize=64)
+def _content_of(
+    num_layers: int,
+    spans: tuple[TensorSpan, ...],
+    heads: HeadIds | None,
+    stated: tuple[Region, ...],
+    num_tokens: int | None,
+    piece: Piece,
+) -> _Content | str:
+    """What a part is, from its head and its tensors; or what the sender did wrong, in words that follow its name."""
+    shapes: dict[int, dict[str, Shape]] = {}
+    for span in spans:
+        shapes.setdefault(span.layer, {})[span.kind] = span.shape
+    if heads is not None and heads != piece.heads:
+        return f" sent heads {list(heads)}, the route says {list(piece.heads)}"
+    if len(shapes) < num_layers or not num_layers:
+        return f" sent no layer {next((at for at in range(num_layers) if at not in shapes), 0)}"
+    if not stated:
+        num_tokens = max(_num_rows(pair["key"]) for pair in shapes.values())
+    elif num_tokens is None:
+        return " names regions without the number of tokens of the request"
     found = stated or tuple(
         # A payload that names no regions has all tokens of all layers.
-        Region(Span(0, len(pairs)), box.heads, ALL_TOKENS.stripes(num_tokens))
+        Region(Span(0, num_layers), box.heads, ALL_TOKENS.stripes(num_tokens))
         for box in piece.boxes
     )
     planned = tuple(
@@ -111,36 +128,39 @@ def _checked_regions(
         for box, region in zip(piece.boxes, found, strict=False)
     )
     if found != planned or len(found) != len(piece.boxes):
-        raise _unlike_route(payload, piece, f" sent {_spell(found)}, the route says {_spell(planned)}")
+        return f" sent {_spell(found)}, the route says {_spell(planned)}"
     named = sum(region.layers.num_layers for region in found)
-    if named != len(pairs):
-        raise _unlike_route(payload, piece, f" sent {len(pairs)} layers for the {named} that it names")
-    rest = iter(pairs)
+    if named != num_layers:
+        return f" sent {num_layers} layers for the {named} that it names"
+    misfit = _find_misfit(piece, found, [shapes[layer] for layer in range(num_layers)], is_stated=bool(stated))
+    return misfit or _Content(piece.heads, found, num_tokens)
+
+
+def _find_misfit(
+    piece: Piece, found: Sequence[Region], shapes: Sequence[Mapping[str, Shape]], *, is_stated: bool
+) -> str | None:
+    """Which tensor has not the shape that its region tells, in words, or None."""
+    rest = iter(shapes)
     for box, region in zip(piece.boxes, found, strict=True):
         for layer, pair in zip(range(*region.layers), rest, strict=False):
             # Layers that nothing is known of may be windows, which hold fewer tokens.
-            is_known = stated or box.layers.stop != EVERY_LAYER.stop
-            rows = count(region.tokens) if is_known else _num_rows(pair.key)
-            for name, tensor in zip(LayerKV._fields, pair, strict=True):
-                if not _fits(tensor, rows, len(region.heads), is_state=box.target_share == State()):
+            is_known = is_stated or box.layers.stop != EVERY_LAYER.stop
+            rows = count(region.tokens) if is_known else _num_rows(pair["key"])
+            for name in LayerKV._fields:
+                if not _fits(pair[name], rows, len(region.heads), is_state=box.target_share == State()):
                     expected = f"[{rows}, {len(region.heads)}, head_dim]"
-                    what = f"'s layer {layer} {name} has shape {list(tensor.shape)}, expected {expected}"
-                    raise _unlike_route(payload, piece, what)
-    return found
+                    return f"'s layer {layer} {name} has shape {list(pair[name])}, expected {expected}"
+    return None
 
 
-def _names_regions(payload: DecodedPayload) -> tuple[Region, ...]:
-    return () if payload.header.extension is None else payload.header.extension.regions
+def _num_rows(shape: Shape) -> int:
+    return shape[0] if shape else 0
 
 
-def _num_rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 0
-
-
-def _fits(tensor: torch.Tensor, rows: int, num_heads: int, *, is_state: bool) -> bool:
-    if tensor.ndim != 3 and not (is_state and tensor.ndim > 3):
+def _fits(shape: Shape, rows: int, num_heads: int, *, is_state: bool) -> bool:
+    if len(shape) != 3 and not (is_state and len(shape) > 3):
         return False
-    return tuple(tensor.shape[:2]) == (rows, num_heads)
+    return shape[:2] == (rows, num_heads)
 
 
 def _spell(stated: Sequence[Region]) -> str:
@@ -148,10 +168,4 @@ def _spell(stated: Sequence[Region]) -> str:
         f"layers {region.layers.start}-{region.layers.stop - 1} heads {list(region.heads)} tokens "
         f"{[tuple(stripe) for stripe in region.tokens[:4]]}"
         for region in stated
-    )
-
-
-def _unlike_route(payload: DecodedPayload, piece: Piece, what: str) -> RemoteProtocolError:
-    return RemoteProtocolError(
-        f"source rank {piece.source_rank}{what}", request_id=payload.header.request_id, rank=piece.source_rank
     )
