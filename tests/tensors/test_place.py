@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -100,3 +102,41 @@ def test_tensors_on_the_cpu_need_no_stream():
     data = {"kv": [torch.ones(1)]}
     record_current_stream(data)
     assert data == {"kv": [torch.ones(1)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    key: object
+    heads: int = 1
+
+
+class SlottedChild(Slotted):
+    __slots__ = "value"
+
+
+def test_what_an_object_keeps_in_slots_is_moved_too_even_if_it_is_frozen():
+    child = SlottedChild(torch.ones(2))
+    object.__setattr__(child, "value", [torch.ones(3)])
+    unset = SlottedChild(torch.ones(4))
+    moved = move_tensors([child, unset, Slotted(3)], "meta")
+    assert [tensor.device.type for tensor in tensors_in(moved)] == ["meta"] * 3
+    assert [type(part) for part in moved] == [SlottedChild, SlottedChild, Slotted]
+    assert child.key.device.type == "cpu"
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    key: object
+    heads: int = 1
+
+
+def test_the_fields_of_a_struct_are_moved_too():
+    moved = move_tensors(Frozen(torch.ones(2), heads=3), "meta")
+    assert (type(moved), moved.heads, moved.key.device.type) == (Frozen, 3, "meta")
+
+
+def test_a_mapping_stays_of_its_kind_and_in_its_order():
+    moved = move_tensors(OrderedDict(b=1, a=torch.ones(2)), "meta")
+    assert type(moved) is OrderedDict
+    assert list(moved) == ["b", "a"]
+    by_default = move_tensors(defaultdict(list, a=[torch.ones(2)]), "meta")
+    assert by_default["absent"] == []

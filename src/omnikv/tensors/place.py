@@ -113,8 +113,8 @@ def _map(value: Any, change: TensorMap, seen: dict[int, tuple[Any, Any]]) -> Any
 
 def _map_parts(value: Any, change: TensorMap, seen: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, dict):
-        mapped = {key: _map(item, change, seen) for key, item in value.items()}
-        return mapped if any(mapped[key] is not value[key] for key in value) else value
+        changed = {key: new for key, old in value.items() if (new := _map(old, change, seen)) is not old}
+        return _with_items(value, changed) if changed else value
     if isinstance(value, list | tuple):
         items = [_map(item, change, seen) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -122,12 +122,34 @@ def _map_parts(value: Any, change: TensorMap, seen: dict[int, tuple[Any, Any]]) 
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
-    fields = getattr(value, "__dict__", None)
-    if not fields:
-        return value
-    changed = {name: new for name, old in fields.items() if (new := _map(old, change, seen)) is not old}
-    if not changed:
-        return value
+    fields = {name: new for name, old in _fields_of(value) if (new := _map(old, change, seen)) is not old}
+    return _with_fields(value, fields) if fields else value
+
+
+def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
+    struct_fields = getattr(value, "__struct_fields__", None)
+    if struct_fields is not None:
+        # A msgspec struct lets nobody set the fields of a frozen one.
+        return type(value)(**{name: changed.get(name, getattr(value, name)) for name in struct_fields})
     result = copy.copy(value)
-    vars(result).update(changed)
+    for name, new in changed.items():
+        # The object may be frozen; the copy is ours.
+        object.__setattr__(result, name, new)
     return result
+
+
+def _with_items(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    # A copy keeps its kind: an ordered one, one with defaults.
+    result = copy.copy(value)
+    result.update(changed)
+    return result
+
+
+def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object's own fields by name, whether it keeps them in a dict or in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

@@ -168,6 +168,8 @@ def test_something_without_layers_is_refused():
         ({"row": 1}, "no row 1 in a cache with a batch of 1"),
         ({"left_pad": 7}, "left_pad=7"),
         ({"left_pad": -1}, "left_pad=-1"),
+        ({"left_pad": None}, "left_pad=None"),
+        ({"row": 0.5}, "no row 0.5"),
     ],
 )
 def test_a_row_or_padding_that_is_not_there_is_refused(model, choice, message):
@@ -182,9 +184,12 @@ def test_a_row_or_padding_that_is_not_there_is_refused(model, choice, message):
     ("layers", "message"),
     [
         ([(torch.ones(6, 2, 8), torch.ones(6, 2, 8))] * 2, "has 3 layers, 2 were handed over"),
-        ([(torch.ones(6, 16), torch.ones(6, 2, 8))] * 3, r"got \(6, 16\)"),
-        ([(torch.ones(6, 2, 8), torch.ones(6, 1, 8))] * 3, "layer 0 has 2 heads of keys and 1 of values"),
-        ([(torch.ones(6, 2, 8), torch.ones(5, 2, 8))] * 3, r"different numbers of tokens, \[5, 6\]"),
+        ([(torch.ones(6, 16), torch.ones(6, 2, 8))] * 3, r"layer 0 has \[6, 16\]"),
+        ([(torch.ones(6, 2, 8), None)] * 3, "layer 0 has NoneType"),
+        ([(torch.ones(6, 2, 8), torch.ones(6, 1, 8))] * 3, "layer 0 has heads 2 in its key and 1 in its value"),
+        ([(torch.ones(6, 2, 8), torch.ones(6, 2, 8).half())] * 3, "layer 0 has dtype torch.float32 in its key"),
+        ([(torch.ones(6, 2, 8), torch.ones(5, 2, 8))] * 3, "layer 0 has tokens 6 in its key and 5 in its value"),
+        ([(torch.ones(count, 2, 8),) * 2 for count in (6, 5, 6)], r"different numbers of tokens, \[5, 6\]"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(layers, message):

@@ -67,9 +67,9 @@ def _row_of(layer: Any, index: int, row: int, left_pad: int) -> LayerKV:
     if num_tokens == 0:
         raise ConfigError(f"layer {index} of the cache is empty: run the prompt through the model first")
     batch = layer.keys.shape[0]
-    if not 0 <= row < batch:
+    if not isinstance(row, int) or not 0 <= row < batch:
         raise ConfigError(f"there is no row {row} in a cache with a batch of {batch}: rows are 0 to {batch - 1}")
-    if not 0 <= left_pad < num_tokens:
+    if not isinstance(left_pad, int) or not 0 <= left_pad < num_tokens:
         raise ConfigError(f"left_pad={left_pad} must be at least 0 and leave a token of the {num_tokens} in the cache")
     key, value = (tensor[row, :, left_pad:num_tokens].transpose(0, 1) for tensor in (layer.keys, layer.values))
     return LayerKV(key, value)
@@ -91,12 +91,26 @@ def _require_plain(into: Sequence[Any], layers: Sequence[LayerKV | tuple[torch.T
         raise ConfigError(f"the model has {len(into)} layers, {len(layers)} were handed over: are both of one model?")
     for index, layer in enumerate(into):
         _require_full_attention(layer, index)
-    tokens = {tensor.shape[0] for pair in layers for tensor in pair if tensor.dim() == 3}
-    flat = [tuple(tensor.shape) for pair in layers for tensor in pair if tensor.dim() != 3]
-    if flat:
-        raise ConfigError(f"keys and values must have the shape [tokens, kv_heads, head_dim], got {flat[0]}")
+    for index, (key, value) in enumerate(layers):
+        _require_pair(index, key, value)
+    tokens = {key.shape[0] for key, _ in layers}
     if len(tokens) > 1:
         raise ConfigError(f"the layers hold different numbers of tokens, {sorted(tokens)}: are all of one request?")
-    for index, (key, value) in enumerate(layers):
-        if key.shape[1] != value.shape[1]:
-            raise ConfigError(f"layer {index} has {key.shape[1]} heads of keys and {value.shape[1]} of values")
+
+
+def _require_pair(index: int, key: object, value: object) -> None:
+    for tensor in (key, value):
+        shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            raise ConfigError(
+                f"keys and values must have the shape [tokens, kv_heads, head_dim], layer {index} has {shape}"
+            )
+    assert isinstance(key, torch.Tensor)
+    assert isinstance(value, torch.Tensor)
+    for what, of_key, of_value in (
+        ("tokens", key.shape[0], value.shape[0]),
+        ("heads", key.shape[1], value.shape[1]),
+        ("dtype", key.dtype, value.dtype),
+    ):
+        if of_key != of_value:
+            raise ConfigError(f"layer {index} has {what} {of_key} in its key and {of_value} in its value")
