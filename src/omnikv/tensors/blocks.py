@@ -58,6 +58,8 @@ class PagedKV:
     _layers: tuple[BlockViews, ...] = field(init=False, repr=False)
     _span: TokenSpan = field(init=False, repr=False)
     _scales: tuple[LayerKV, ...] = field(init=False, repr=False)
+    # By the heads that they select: several target ranks may take the same ones, and a request may be sent again.
+    _sources: dict[tuple[int, ...], list[LayerSource]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         layers = _layer_views(self.kv_caches, self.layout)
@@ -83,6 +85,12 @@ class PagedKV:
         """
         if head_positions is None:
             head_positions = tuple(range(self.num_heads))
+        made = self._sources.get(head_positions)
+        if made is None:
+            made = self._sources[head_positions] = self._make_sources(head_positions)
+        return list(made)
+
+    def _make_sources(self, head_positions: tuple[int, ...]) -> list[LayerSource]:
         outside = [position for position in head_positions if not 0 <= position < self.num_heads]
         if outside or len(set(head_positions)) != len(head_positions) or not head_positions:
             raise ConfigError(
@@ -117,7 +125,7 @@ class PagedKV:
 class BlockSource:
     """A source over the blocks `[blocks, block_size, kv_heads, head_dim]` of one request; gathers when written."""
 
-    __slots__ = ("_blocks", "_runs", "_span", "dtype", "shape")
+    __slots__ = ("_blocks", "_runs", "_span", "_token_nbytes", "dtype", "shape")
 
     def __init__(self, blocks: torch.Tensor, span: TokenSpan, head_runs: tuple[HeadRun, ...] | None) -> None:
         """`head_runs` selects and orders heads; None takes them all as they are."""
@@ -129,6 +137,9 @@ class BlockSource:
         if head_runs is not None:
             num_heads = sum(length for _, _, length in head_runs)
         self.shape = (span.num_tokens, num_heads, head_dim)
+        # Of the sizes, not the strides: those of an empty value, as a latent has, are not 0.
+        moves = head_runs is None and span.is_in_few_runs and is_plain(blocks)
+        self._token_nbytes = num_heads * head_dim * blocks.element_size() if moves else None
 
     @property
     def device(self) -> torch.device:
@@ -137,12 +148,11 @@ class BlockSource:
 
     def add_moves(self, address: int, moves: list[Move]) -> bool:
         """As `HostSource`."""
-        blocks, span = self._blocks, self._span
-        if self._runs is not None or not span.is_in_few_runs or not is_plain(blocks):
+        token_nbytes = self._token_nbytes
+        if token_nbytes is None:
             return False
-        # Of the sizes, not the strides: those of an empty value, as a latent has, are not 0.
-        origin, token_nbytes = blocks.data_ptr(), blocks.shape[2] * blocks.shape[3] * blocks.element_size()
-        for at, start, length in span.runs:
+        origin = self._blocks.data_ptr()
+        for at, start, length in self._span.runs:
             moves.append((address + at * token_nbytes, origin + start * token_nbytes, length * token_nbytes))
         return True
 

@@ -141,6 +141,12 @@ def _laid_out(
     present: tuple[int, ...], tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 ) -> tuple[tuple[TensorSpan, ...], int]:
     """The spans of all keys, then all values, of the layers `present`, as released engines write them; and the size."""
+    for layer, (_, key), (_, value) in zip(present, tensors, tensors[len(present) :], strict=False):
+        if key[:1] != value[:1]:
+            raise ConfigError(
+                f"layer {layer} has a key of shape {list(key)} and a value of shape {list(value)}: both must hold the "
+                "same number of tokens"
+            )
     kinds: tuple[Kind, ...] = ("key", "value")
     named = itertools.product(kinds, present)
     return lay_out(
@@ -167,7 +173,9 @@ def plan_payload(
             or shape that a payload cannot hold.
     """
     present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
-    sources = _in_published_order(layers)
+    pairs = [pair for pair in layers if pair is not None]
+    # All keys, then all values, as released engines write them.
+    sources = [pair.key for pair in pairs] + [pair.value for pair in pairs]
     spans, data_nbytes = _laid_out(present, tuple((source.dtype, source.shape) for source in sources))
     header = Header(
         request_id=request_id,
@@ -313,18 +321,6 @@ def _as_sources(layer_blocks: object) -> list[LayerSource | None]:
                 f"{type(value).__name__}"
             )
     return layers
-
-
-def _in_published_order(layers: Sequence[LayerSource | None]) -> list[TensorSource]:
-    """All keys, then all values, as released engines write them."""
-    for layer, pair in enumerate(layers):
-        if pair is not None and pair.key.shape[:1] != pair.value.shape[:1]:
-            raise ConfigError(
-                f"layer {layer} has a key of shape {list(pair.key.shape)} and a value of shape "
-                f"{list(pair.value.shape)}: both must hold the same number of tokens"
-            )
-    present = [pair for pair in layers if pair is not None]
-    return [pair.key for pair in present] + [pair.value for pair in present]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
