@@ -31,12 +31,12 @@ def test_memory_that_the_system_does_not_give_is_no_room_and_may_come_back(memor
 
 
 def test_an_interrupted_reservation_in_shared_memory_leaves_the_identity_free(world, monkeypatch):
-    def interrupt(nbytes):
+    def interrupt(sizes):
         raise KeyboardInterrupt
 
     source = world.open("source")
     with monkeypatch.context() as patched:
-        patched.setattr(source.pool, "take", interrupt)
+        patched.setattr(source.pool, "take_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             source.reserve(world.payload("r1"), 100)
     source.reserve(world.payload("r1"), 100).drop()

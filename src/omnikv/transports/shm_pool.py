@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from omnikv.core.extents import Extents
@@ -33,6 +32,8 @@ DEFAULT_SEGMENT_NBYTES = 64 << 20
 # it stays far below: each segment costs a descriptor here and a mapping on both sides.
 MAX_SEGMENTS = 1024
 GROWTH_PART = 32
+# How often the pool grows for one request, which needs it once unless others are faster at what it grew by.
+MAX_GROWTHS = 8
 # What a poisoned byte holds.
 POISON = 0xFF
 _POISON_PIECE = bytes([POISON]) * (1 << 20)
@@ -147,56 +148,41 @@ class Pool:
             return sum(segment.nbytes - segment.extents.free_nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Room:
-        """Room for `nbytes` on whole pages; the pool grows or retires idle segments where it must.
-
-        Raises:
-            PutRejected: no room; `retryable` when room may come back.
-            TransportError: the pool is closed.
-        """
-        with self._lock:
-            room = self._fit(nbytes)
-        if room is not None:
-            return room
-        with self._growing:
-            with self._lock:
-                room = self._fit(nbytes)
-                if room is not None:
-                    return room
-                most = self._plan_growth(nbytes)
-                number = self._next_number
-                self._next_number += 1
-            segment = self._make(number, _round_up(nbytes), most)
-            with self._lock:
-                if self._closed:
-                    segment.close()
-                self._require_open()
-                self._segments.append(segment)
-                room = self._fit_in(segment, nbytes)
-                assert room is not None
-                return room
+        """Room for one payload of `nbytes`; see `take_all`."""
+        (room,) = self.take_all([nbytes])
+        return room
 
     def take_all(self, sizes: Sequence[int]) -> list[Room]:
-        """Room for several payloads, for all of them or for none.
+        """Room on whole pages for payloads of these sizes, for all of them or for none.
+
+        The pool grows or retires idle segments where it must. Until there is room for all, none of it is taken: a part
+        that was held meanwhile could keep out another request that fits, and nobody would tell that one to try again.
 
         Raises:
             PutRejected: no room; `retryable` when room may come back.
             TransportError: the pool is closed.
         """
-        needed = sum(_round_up(nbytes) for nbytes in sizes)
-        if needed > self._limit_nbytes:
-            raise PutRejected(
-                f"{self._transport}: {len(sizes)} payloads of {sum(sizes)} bytes together can never fit the pool of "
-                f"{self._limit_nbytes} bytes; raise {self._setting}",
-                transport=self._transport,
-            )
-        try:
-            return self._take_each(sizes)
-        except PutRejected:
-            if len(sizes) == 1:
-                raise
-        # Room that is there in pieces: one stretch for all of them makes the pool tidy up, if that helps.
-        self.give(self.take(needed))
-        return self._take_each(sizes)
+        self._require_possible(sizes)
+        with self._lock:
+            rooms, _ = self._fit(sizes)
+        if rooms is not None:
+            return rooms
+        with self._growing:
+            for _ in range(MAX_GROWTHS):
+                with self._lock:
+                    rooms, missing_nbytes = self._fit(sizes)
+                    if rooms is not None:
+                        return rooms
+                    least, most = self._plan_growth(sizes, missing_nbytes)
+                    number = self._next_number
+                    self._next_number += 1
+                segment = self._make(number, least, most)
+                with self._lock:
+                    if self._closed:
+                        segment.close()
+                    self._require_open()
+                    self._segments.append(segment)
+        raise self._no_room(sum(sizes), "others take what the pool grows by")
 
     def give(self, room: Room) -> None:
         """Nothing; the room is free again. After `close` this does nothing."""
@@ -220,15 +206,6 @@ class Pool:
                 segment.close()
             self._segments.clear()
 
-    def _take_each(self, sizes: Sequence[int]) -> list[Room]:
-        with ExitStack() as on_failure:
-            rooms = []
-            for nbytes in sizes:
-                rooms.append(self.take(nbytes))
-                on_failure.callback(self.give, rooms[-1])
-            on_failure.pop_all()
-        return rooms
-
     def _prefault(self, nbytes: int) -> None:
         try:
             self.give(self.take(nbytes))
@@ -239,42 +216,60 @@ class Pool:
         if self._closed:
             raise TransportError(f"{self._transport}: the pool is closed", transport=self._transport)
 
-    def _fit(self, nbytes: int) -> Room | None:
-        self._require_open()
-        for segment in self._segments:
-            room = self._fit_in(segment, nbytes)
-            if room is not None:
-                return room
-        return None
-
-    def _fit_in(self, segment: PoolSegment, nbytes: int) -> Room | None:
-        offset = segment.extents.take(nbytes)
-        return None if offset is None else Room(segment, offset, nbytes)
-
-    def _plan_growth(self, nbytes: int) -> int:
-        needed = _round_up(nbytes)
-        if needed > self._limit_nbytes:
+    def _require_possible(self, sizes: Sequence[int]) -> None:
+        if sum(map(_round_up, sizes)) > self._limit_nbytes:
+            what = "a payload" if len(sizes) == 1 else f"{len(sizes)} payloads together"
             raise PutRejected(
-                f"{self._transport}: a payload of {nbytes} bytes can never fit the pool of {self._limit_nbytes} bytes; "
-                f"raise {self._setting}",
+                f"{self._transport}: {what} of {sum(sizes)} bytes can never fit the pool of {self._limit_nbytes} "
+                f"bytes; raise {self._setting}",
                 transport=self._transport,
             )
+
+    def _fit(self, sizes: Sequence[int], *, beside_idle: bool = False) -> tuple[list[Room] | None, int]:
+        """Room for all, taken; or None, nothing taken, and how many bytes more it needs in one stretch.
+
+        `beside_idle` looks at the segments in use alone, and takes nothing.
+        """
+        self._require_open()
+        segments = [segment for segment in self._segments if not (beside_idle and segment.extents.is_empty)]
+        rooms, missing_nbytes = [], 0
+        for nbytes in sizes:
+            room = next((room for segment in segments if (room := _fit_in(segment, nbytes))), None)
+            if room is None:
+                missing_nbytes += _round_up(nbytes)
+            else:
+                rooms.append(room)
+        if not missing_nbytes and not beside_idle:
+            return rooms, 0
+        for room in rooms:
+            room.segment.extents.give(room.offset)
+        return None, missing_nbytes
+
+    def _plan_growth(self, sizes: Sequence[int], missing_nbytes: int) -> tuple[int, int]:
+        """At least and at most how large the next segment is; idle ones are retired where it needs their share."""
         spare = self._limit_nbytes - sum(segment.nbytes for segment in self._segments)
-        idle = [segment for segment in self._segments if segment.extents.is_empty]
-        if spare < needed <= spare + sum(segment.nbytes for segment in idle):
-            for segment in idle:
-                if spare < needed:
-                    spare += segment.nbytes
-                    self._segments.remove(segment)
-                    segment.close()
-                    self._retired.append(segment.number)
-        if spare < needed:
-            used = sum(segment.nbytes - segment.extents.free_nbytes for segment in self._segments)
-            raise self._no_room(nbytes, f"{used} of {self._setting}={self._limit_nbytes} are in use or too scattered")
+        if missing_nbytes > spare:
+            spare, missing_nbytes = self._make_way(sizes, spare)
         if len(self._segments) >= MAX_SEGMENTS:
-            raise self._no_room(nbytes, f"the pool is in {MAX_SEGMENTS} pieces already")
+            raise self._no_room(missing_nbytes, f"the pool is in {MAX_SEGMENTS} pieces already")
         wanted = max(self._segment_nbytes, _round_up((self._limit_nbytes - spare) // GROWTH_PART))
-        return max(needed, min(wanted, spare))
+        return missing_nbytes, max(missing_nbytes, min(wanted, spare))
+
+    def _make_way(self, sizes: Sequence[int], spare: int) -> tuple[int, int]:
+        """What the pool may grow by once idle segments were retired, and what it must grow by then."""
+        _, needed = self._fit(sizes, beside_idle=True)
+        idle = [segment for segment in self._segments if segment.extents.is_empty]
+        if needed > spare + sum(segment.nbytes for segment in idle):
+            used = sum(segment.nbytes - segment.extents.free_nbytes for segment in self._segments)
+            why = f"{used} of {self._setting}={self._limit_nbytes} are in use or too scattered"
+            raise self._no_room(sum(sizes), why)
+        for segment in idle:
+            if spare < needed:
+                spare += segment.nbytes
+                self._segments.remove(segment)
+                segment.close()
+                self._retired.append(segment.number)
+        return spare, needed
 
     def _make(self, number: int, least_nbytes: int, most_nbytes: int) -> PoolSegment:
         bound = tightest_bound()
@@ -293,6 +288,11 @@ class Pool:
             retryable=True,
             transport=self._transport,
         )
+
+
+def _fit_in(segment: PoolSegment, nbytes: int) -> Room | None:
+    offset = segment.extents.take(nbytes)
+    return None if offset is None else Room(segment, offset, nbytes)
 
 
 def _round_up(nbytes: int) -> int:
