@@ -107,6 +107,28 @@ def test_x10_a_latent_has_no_heads_to_cut_and_is_read_once_by_each_target():
     assert [(piece.source_rank, piece.target_rank) for piece in route.pieces()] == [(0, 0), (2, 1)]
 
 
+@pytest.mark.parametrize(("from_tp", "to_tp", "num_heads"), [(8, 16, 8), (4, 8, 4), (4, 8, 2)])
+def test_d18_each_of_more_receivers_than_heads_gets_its_copy_of_one(from_tp, to_tp, num_heads):
+    route = Route.tp("a", "b", num_kv_heads=num_heads, from_tp=from_tp, to_tp=to_tp)
+    assert route.target_heads == tuple((rank * num_heads // to_tp,) for rank in range(to_tp))
+    arrive(route, 3)
+
+
+@pytest.mark.parametrize("from_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("to_tp", [1, 2, 4, 8])
+def test_x01_x02_d19_two_heads_arrive_once_each_between_any_sizes(from_tp, to_tp):
+    sizes = {"source": Parallel(tp=from_tp), "target": Parallel(tp=to_tp)}
+    route = Route.parallel(EDGE, num_kv_heads=2, num_layers=2, **sizes)
+    assert arrive(route, 4) == needed_nbytes(route.target_boxes, 4)
+
+
+def test_x10_a_latent_that_two_ranks_hold_is_not_doubled():
+    latent = torch.randn(2, 1, 4)
+    route = Route.parallel(EDGE, num_kv_heads=1, source=Parallel(tp=2), target=Parallel())
+    [kv], _ = carry(route, [[(latent, None)], [(latent, None)]], 2)
+    assert torch.equal(kv.layers[0].key, latent)
+
+
 def hybrid(source, target):
     """Four entries of a cache: attention, a sliding window, a state that is cut by channels, and one that is not."""
     rules = [
@@ -121,6 +143,23 @@ def hybrid(source, target):
 @pytest.mark.parametrize("num_tokens", [2, 4, 9])
 def test_d33_the_parts_of_a_layer_follow_rules_of_their_own(from_tp, to_tp, num_tokens):
     arrive(hybrid(Parallel(tp=from_tp), Parallel(tp=to_tp)), num_tokens, 4)
+
+
+def test_d33_a_state_with_one_part_cut_and_two_replicated_comes_back_byte_for_byte():
+    rules = [
+        LayerRule(layers=Span(at, at + 1), num_heads=heads, split=split, tokens=State())
+        for at, (heads, split) in enumerate([(6, True), (2, False), (2, False)])
+    ]
+    sizes = {"num_kv_heads": 1, "num_layers": 3, "rules": rules}
+    there = Route.parallel(EDGE, **sizes, source=Parallel(tp=1), target=Parallel(tp=2))
+    x, b, c = torch.randn(1, 6, 4), torch.randn(1, 2, 3), torch.randn(1, 2, 3)
+    halves, _ = carry(there, [[(x, None), (b, None), (c, None)]], 9)
+    for rank, kv in enumerate(halves):
+        for got, expected in zip(kv.layers, (x[:, 3 * rank : 3 * rank + 3], b, c), strict=True):
+            assert torch.equal(got.key, expected)
+    [back], _ = carry(reversed_route(there), [[(layer.key, None) for layer in kv.layers] for kv in halves], 9)
+    for got, expected in zip(back.layers, (x, b, c), strict=True):
+        assert torch.equal(got.key, expected)
 
 
 def test_a_state_of_any_rank_and_a_latent_without_a_value_are_carried():

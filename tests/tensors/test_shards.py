@@ -285,6 +285,19 @@ def test_x01_d19_a_receiver_gets_each_of_its_heads_once_whether_replicated_or_no
         assert heads_of(merged, "value_cache") == [[100 + head for head in needed[rank]]] * 2
 
 
+def test_x10_latents_are_never_joined_along_their_last_dimension():
+    latent = torch.randn(2, 4)
+    shards = [shard([0], num_layers=1) for _ in range(2)]
+    for payload in shards:
+        payload["layer_blocks"] = {"key_cache": [latent], "value_cache": [latent]}
+    model = {"source_ranks": [0, 1], "topo": topology(2, 1, 0), "num_kv_heads": 1}
+    refused(WireReason.SHAPE, "no head axis", lambda: merge_received_rank_shards(shards, **model))
+    for payload in shards:
+        payload["layer_blocks"] = {"key_cache": [latent[:, None]], "value_cache": [latent[:, None]]}
+    [key] = merge_received_rank_shards(shards, **model)["layer_blocks"]["key_cache"]
+    assert torch.equal(key, latent[:, None])
+
+
 def test_a_shard_with_other_heads_than_the_model_gives_it_is_refused():
     refused(
         WireReason.SHAPE,
