@@ -2,19 +2,22 @@
 
 A request is an engine's object, so its KV is whatever carries `key_cache` and `value_cache`, as attributes or as keys.
 Ranks of one stage hold different heads of it; tokens, layers, head size and dtype must be the same on all of them.
+Whatever text an engine brings is spelled so that it can be sent: a vote that fails to leave its rank hangs its peers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from typing import Any, Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.messages import Ballot, RoleBallot, spell_reason
 from omnikv.core.roles import branch_kv, branch_roles, companion_ids, primary_kv
 
 _MAX_CAUSE_CHARS = 500
 _MAX_ROLE_CHARS = 200
+_MAX_KEY_CHARS = 512
 
 
 def ballot_of(
@@ -51,9 +54,18 @@ def ballot_of(
     return Ballot(round_number, can_refetch, tuple(sorted(entries, key=lambda entry: entry.role)))
 
 
+def vote_key(request_id: str | None, what: str = "") -> str:
+    """What a vote on this request is called on every rank; `what` tells a second one on the same request apart."""
+    name = spell_reason(request_id)
+    if len(name) > _MAX_KEY_CHARS:
+        digest = hashlib.blake2b(str(request_id).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        name = f"{name[:_MAX_KEY_CHARS]}...{digest}"
+    return f"{name}/{what}" if what else name
+
+
 def failed_ballot(role: str, cause: str, *, round_number: int = 0) -> Ballot:
     """The vote of a rank that cannot say more than that something went wrong."""
-    return Ballot(round_number, False, (RoleBallot(role, "failed", True, cause=cause[:_MAX_CAUSE_CHARS]),))
+    return Ballot(round_number, False, (RoleBallot(role, "failed", True, cause=_words(cause)),))
 
 
 def done_ballot(role: str) -> Ballot:
@@ -79,7 +91,7 @@ def kv_facts(kv: object) -> tuple[tuple[str, str], ...]:
 def _attempt(metadata: object) -> tuple[tuple[str, str], ...]:
     # A sender that numbers its attempts says so in the metadata; parts of two attempts must not be used together.
     attempt = metadata.get("attempt") if isinstance(metadata, Mapping) else None
-    return (("attempt", str(attempt)),) if attempt is not None else ()
+    return (("attempt", spell_reason(attempt)),) if attempt is not None else ()
 
 
 def _held(role: str, kv: object, required: bool, more: tuple[tuple[str, str], ...]) -> RoleBallot:
@@ -87,12 +99,16 @@ def _held(role: str, kv: object, required: bool, more: tuple[tuple[str, str], ..
 
 
 def _lacking(role: str, required: bool, cause: str, *, may_come: bool) -> RoleBallot:
-    words = (cause or "not received")[:_MAX_CAUSE_CHARS]
-    return RoleBallot(_name(role), "missing" if may_come else "failed", required, cause=words)
+    standing: Literal["missing", "failed"] = "missing" if may_come else "failed"
+    return RoleBallot(_name(role), standing, required, cause=_words(cause or "not received"))
 
 
 def _name(role: str) -> str:
-    return role[:_MAX_ROLE_CHARS] or "unnamed"
+    return spell_reason(role)[:_MAX_ROLE_CHARS] or "unnamed"
+
+
+def _words(cause: str) -> str:
+    return spell_reason(cause)[:_MAX_CAUSE_CHARS]
 
 
 def _part(kv: object, name: str) -> Any:

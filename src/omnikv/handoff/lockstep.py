@@ -28,7 +28,7 @@ from omnikv.core.roles import branch_roles, collect_payload, companion_ids, miss
 from omnikv.core.verdict import MAX_ROUNDS, spell_causes, tells_of_difference
 from omnikv.errors import LocalProtocolError
 from omnikv.handoff.bounded_calls import BoundedCalls
-from omnikv.handoff.engine_ballot import ballot_of, done_ballot, failed_ballot
+from omnikv.handoff.engine_ballot import ballot_of, done_ballot, failed_ballot, vote_key
 from omnikv.handoff.engine_request import drop_payload
 from omnikv.handoff.engine_seat import Seats, VotesOver, is_process_group
 from omnikv.handoff.object_agreement import PublishedVerdict, agree_on_state
@@ -131,7 +131,7 @@ class Lockstep:
         if self._rules.compares_contents(case.layout.tp_group):
             ballot = failed_ballot(_HANDING_ON, words) if causes else done_ballot(_HANDING_ON)
             seat = self._seats.of(case.layout.tp_group, deadline=case.deadline)
-            ruling = seat.agree(f"{case.request_id}/{_HANDING_ON}", ballot, deadline=case.deadline)
+            ruling = seat.agree(vote_key(case.request_id, _HANDING_ON), ballot, deadline=case.deadline)
             return ruling.kind == "keep" or self._dropped(case, ruling.causes)
         verdict = self._exchange(case, published_signature(not causes, ()))
         return (verdict.kept and not causes) or self._dropped(case, causes)
@@ -181,7 +181,7 @@ class Lockstep:
         for number in range(MAX_ROUNDS):
             if number:
                 case = self._fetched_again(case, number)
-            ruling = seat.agree(str(case.request_id), self._ballot(case, number), deadline=case.deadline)
+            ruling = seat.agree(vote_key(case.request_id), self._ballot(case, number), deadline=case.deadline)
             if ruling.kind != "refetch":
                 return self._warned(case) if _keeps(ruling, seat.size) else self._dropped(case, ruling.causes)
             logger.debug("request %s, round %d: %s", case.request_id, number, spell_causes(ruling.causes))
