@@ -4,7 +4,7 @@ Everything here is a name, an argument list and a few lines that say which compo
 
     settings, connector, ranks    .settings, .connectors, .parallel
     sending                       .sending, handoff.keyed_extract, handoff.keyed_send
-    receiving                     .receiving, handoff.group_receive
+    receiving                     .receiving, .prefetching, handoff.group_receive
 
 `get_local_tp_rank` and `get_tp_world_size` are looked up as globals of this module, where engines' tests patch them.
 """
@@ -26,7 +26,8 @@ from omnikv.integrations.vllm_omni import settings
 from omnikv.integrations.vllm_omni.connectors import open_or_log
 from omnikv.integrations.vllm_omni.kv_utils import get_local_tp_rank, get_tp_world_size
 from omnikv.integrations.vllm_omni.parallel import read_layout
-from omnikv.integrations.vllm_omni.receiving import KVPrefetchConsumeError, ReceivingStage
+from omnikv.integrations.vllm_omni.prefetching import PrefetchingStage
+from omnikv.integrations.vllm_omni.receiving import KVPrefetchConsumeError
 from omnikv.integrations.vllm_omni.sender_book import SenderBook
 from omnikv.integrations.vllm_omni.sending import SendingStage
 from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
@@ -46,7 +47,7 @@ __all__ = [
 _TransferTopoConfig = ReceiveLayout
 
 
-class OmniKVTransferManager(SendingStage, ReceivingStage):
+class OmniKVTransferManager(SendingStage, PrefetchingStage):
     """Sends and receives the KV of one rank of one stage, as engines call it. `counters` say what came of it."""
 
     def __init__(self, config: OmniKVCacheConfig, *, async_prefetch: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The receiving half of the published manager: what a stage does for the requests that it is about to run.
 
 Each step is done by a component: where the sender is by `sender_book`, the fetches of a request by
-`handoff.open_request`, votes and handing on by `handoff.group_receive`, fetching ahead by `handoff.prefetcher`, and the
-fields of a request by `core.roles`.
+`handoff.open_request`, votes and handing on by `handoff.group_receive`, and the fields of a request by `core.roles`.
+`.prefetching` adds what is fetched ahead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,23 +21,23 @@ from omnikv.core import roles
 from omnikv.core.published_vote import is_dummy_request_id
 from omnikv.core.receive_role import ReceiveLayout
 from omnikv.core.topology import KVTPTopology
-from omnikv.errors import ConfigError, OmniKVError, PayloadLost, ReceiveTimeout
+from omnikv.errors import ConfigError, OmniKVError, PayloadLost
 from omnikv.handoff.engine_connector import Stages
 from omnikv.handoff.group_receive import GroupReceive
 from omnikv.handoff.keyed_assemble import ReceiveRoute
-from omnikv.handoff.keyed_receive import KeyedFetch, ReceivedPayload
+from omnikv.handoff.keyed_receive import ReceivedPayload
 from omnikv.handoff.open_request import OpenRequest
-from omnikv.handoff.prefetcher import Prefetcher
 from omnikv.integrations.vllm_omni import settings
 from omnikv.integrations.vllm_omni.companions import Collector, collect_companions
 from omnikv.integrations.vllm_omni.connectors import point_at_sender
 from omnikv.integrations.vllm_omni.sender_book import SenderBook
 from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
-from omnikv.tensors.place import has_free_memory, move_tensors, record_current_stream
+from omnikv.tensors.place import move_tensors, record_current_stream
 
 logger = logging.getLogger("omnikv.vllm_omni")
 
-_Received = tuple[dict[str, Any] | None, int]
+# A published payload and its size, or `(None, 0)`.
+Received = tuple[dict[str, Any] | None, int]
 
 
 class KVPrefetchConsumeError(PayloadLost):
@@ -53,10 +53,8 @@ class ReceivingStage(ABC):
     kv_recv_key_builder: Callable[..., Any] | None
     kv_payload_merger: Callable[..., Any] | None
     kv_payload_slicer: Callable[..., Any] | None
-    _async_prefetch: bool
     _closing: threading.Event
     _connector: Any
-    _prefetcher: Prefetcher[KeyedFetch]
     _senders: SenderBook
     _together: GroupReceive
     _tp_topo: KVTPTopology
@@ -102,7 +100,7 @@ class ReceivingStage(ABC):
         target_device: torch.device | None = None,
         *,
         sender_info: dict[str, Any] | None = None,
-    ) -> _Received:
+    ) -> Received:
         """`(payload, nbytes)` for this rank, or `(None, 0)` when it did not come; the cause is logged once.
 
         Raises:
@@ -207,22 +205,6 @@ class ReceivingStage(ABC):
             req, target_device, lambda: self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
         )
 
-    def consume_and_distribute_kv_cache(self, req: Any, target_device: torch.device | None = None) -> bool:
-        """As `receive_multi_kv_cache_distributed`, with what was prefetched if there is any."""
-        return self._agree_and_hand_on(req, target_device, lambda: self._consume_or_receive(req, target_device))
-
-    def _consume_or_receive(self, req: Any, device: torch.device | None) -> bool:
-        if self._async_prefetch:
-            data, _ = self.consume_prefetched_kv(req)
-            if data is not None:
-                # It may have been prefetched to another device.
-                self.apply_kv_cache_to_request(req, move_tensors(data, device))
-                return True
-            if str(self._resolve_request_id(req)) in self._prefetcher:
-                # Its fetch still runs, and another beside it would take away what it waits for.
-                return False
-        return self.receive_multi_kv_cache(req, None, device)
-
     def _agree_and_hand_on(self, req: Any, device: torch.device | None, receive: Callable[[], bool]) -> bool:
         layout = self.topo_config
         with self._together.opened(req, self._resolve_request_id) as (request, _):
@@ -252,65 +234,6 @@ class ReceivingStage(ABC):
         return self._together.hand_on(
             req, self.topo_config, self._resolve_request_id, received=received, device=target_device
         )
-
-    # Prefetching
-
-    def start_prefetch(
-        self, kv_prefetch_job: Mapping[str, Any] | None, target_device: torch.device | None = None
-    ) -> None:
-        """Begin to fetch the next request in the background, unless prefetching is off or the job says too little."""
-        if not (self._async_prefetch and self.config.need_recv_cache and isinstance(kv_prefetch_job, Mapping)):
-            return
-        request_id, sender_info = kv_prefetch_job.get("request_id"), kv_prefetch_job.get("kv_sender_info")
-        # A follower's KV comes from its leader; without a sender of its own a fetch could ask the wrong replica.
-        if not request_id or not sender_info or self.topo_config.is_follower or is_dummy_request_id(request_id):
-            return
-        device = None if target_device is None else torch.device(target_device)
-        if not has_free_memory(device, self.config.kv_prefetch_min_free_mem_ratio):
-            logger.warning("KV of request %s is not prefetched: too little device memory is free", request_id)
-            return
-        self._prefetcher.submit(request_id, lambda: self._prefetch_payload(request_id, sender_info, device), device)
-
-    def consume_prefetched_kv(self, req: Any) -> _Received:
-        """The prefetched payload and its size, or `(None, 0)` when there is none, or it did not come in time.
-
-        Raises:
-            KVPrefetchConsumeError: it was taken from the connector and lost.
-        """
-        with self._together.opened(req, self._resolve_request_id) as (request, is_alone):
-            received = self._take_prefetched(request) if request.request_id else None
-            if received is not None and is_alone:
-                self._together.acknowledge(request)
-        return (None, 0) if received is None else (received.data, received.nbytes)
-
-    def _take_prefetched(self, request: OpenRequest) -> ReceivedPayload | None:
-        request_id = str(request.request_id)
-        try:
-            fetch = self._prefetcher.take(request_id, deadline=request.until)
-        except ReceiveTimeout as error:
-            request.wait_for(request_id)
-            self._note_failure(request, request_id, error)
-            return None
-        except PayloadLost as error:
-            raise KVPrefetchConsumeError(str(error), request_id=request_id) from error
-        if fetch is None:
-            return None
-        if fetch.is_lost:
-            raise KVPrefetchConsumeError(str(fetch.failure), request_id=request_id) from fetch.failure
-        request.adopt(fetch)
-        return fetch.payload
-
-    def wait_prefetch(self, timeout: float | None = None) -> bool:
-        """Whether no fetch runs in the background any more, at the latest after `timeout` seconds."""
-        return self._prefetcher.wait_idle(timeout)
-
-    def _prefetch_payload(self, request_id: str, sender_info: Any, device: torch.device | None) -> KeyedFetch | None:
-        request = self._together.begin(request_id)
-        try:
-            self._fetch(request, request_id, device, sender_info)
-        except OmniKVError as error:
-            logger.warning("KV of request %s was not prefetched: %s", request_id, error)
-        return request.fetches.get(request_id)
 
     # A request's fields
 
