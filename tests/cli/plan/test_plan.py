@@ -59,6 +59,13 @@ def test_a_lost_rank_whose_heads_others_hold_is_made_good():
     assert rows == [["1", "0", "0-31", "0"], ["2", "1", "0-31", "1"]]
 
 
+def test_a_zigzag_gives_each_rank_a_chunk_from_either_end():
+    done = plan("--from-cp", "2", "--from-cp-zigzag", "--kv-heads", "1", "--layers", "2", "--tokens", "8")
+    assert "CP 2 in zigzag to 1 rank" in done.stdout
+    rows = [line.split()[4:6] for line in done.stdout.splitlines() if line.startswith("   ")]
+    assert rows == [["0-1,", "6-7"], ["2-5", "4"]]
+
+
 def test_a_latent_weighs_once():
     done = plan("--latent", "--from-tp", "8", "--layers", "2", "--tokens", "1024", "--head-dim", "576")
     assert "2.2 MiB in 1 payloads" in done.stdout
@@ -105,6 +112,15 @@ def test_the_picture_has_a_card_for_each_rank_a_band_for_each_payload_and_shows_
     assert ("not proven: the red parts do not come" in titles) == bool(gaps)
 
 
+def test_the_picture_of_tokens_that_are_dealt_out_singly_stays_small(tmp_path):
+    path = tmp_path / "plan.svg"
+    sizes = ["--from-cp", "3", "--from-cp-block", "1", "--to-cp", "2", "--to-cp-block", "4096", "--tokens", "1000000"]
+    assert plan(*sizes, "--svg", str(path)).exit_code == 0
+    tints = {one.get("opacity") for one in ElementTree.parse(path).getroot().iter(f"{SVG}rect")}
+    assert "0.333" in tints
+    assert path.stat().st_size < 200_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +131,8 @@ def test_the_picture_has_a_card_for_each_rank_a_band_for_each_payload_and_shows_
         (["--lost", "1"], "lost rank 1 is none of the source's 1 ranks"),
         (["--lost", "one"], "--lost takes whole numbers"),
         (["--from-heads", "0,0"], "rank 0 names a head twice"),
+        (["--from-heads", "0,1//2"], "--from-heads takes whole numbers"),
+        (["--to-heads", "0/1", "--to-tp", "4"], "--to-heads lists what each rank holds, instead of sizes"),
         (["--svg", "/"], "--svg / cannot be written: it is a directory"),
     ],
 )

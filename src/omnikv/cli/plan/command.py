@@ -17,6 +17,7 @@ from omnikv.errors import ConfigError, OmniKVError
 
 _HEADS_HELP = "KV-head ids of each {} rank, as 0,1/2 for two ranks, instead of sizes."
 _BLOCK_HELP = "Deal the {}'s tokens in turn, in blocks of so many."
+_ZIGZAG_HELP = "Give each of the {}'s context-parallel ranks a chunk from either end."
 
 
 def plan(
@@ -30,6 +31,8 @@ def plan(
     to_cp: Annotated[int, typer.Option(help="Context-parallel size of the target.")] = 1,
     from_cp_block: Annotated[int | None, typer.Option(help=_BLOCK_HELP.format("source"))] = None,
     to_cp_block: Annotated[int | None, typer.Option(help=_BLOCK_HELP.format("target"))] = None,
+    from_cp_zigzag: Annotated[bool, typer.Option("--from-cp-zigzag", help=_ZIGZAG_HELP.format("source"))] = False,
+    to_cp_zigzag: Annotated[bool, typer.Option("--to-cp-zigzag", help=_ZIGZAG_HELP.format("target"))] = False,
     from_heads: Annotated[str | None, typer.Option(help=_HEADS_HELP.format("source"))] = None,
     to_heads: Annotated[str | None, typer.Option(help=_HEADS_HELP.format("target"))] = None,
     lost: Annotated[str, typer.Option(help="Source ranks that are gone, as 1,3: what their replicas make good.")] = "",
@@ -48,11 +51,11 @@ def plan(
     try:
         require_writable("--svg", svg)
         require_writable("--json", json_file)
-        source = Parallel(tp=from_tp, pp=from_pp, cp=from_cp, cp_block=from_cp_block)
-        target = Parallel(tp=to_tp, pp=to_pp, cp=to_cp, cp_block=to_cp_block)
+        source = Parallel(tp=from_tp, pp=from_pp, cp=from_cp, cp_block=from_cp_block, cp_zigzag=from_cp_zigzag)
+        target = Parallel(tp=to_tp, pp=to_pp, cp=to_cp, cp_block=to_cp_block, cp_zigzag=to_cp_zigzag)
         request = PlanRequest(
-            source=Stage(parallel=source, heads=_head_lists("--from-heads", from_heads)),
-            target=Stage(parallel=target, heads=_head_lists("--to-heads", to_heads)),
+            source=_stage("from", source, from_heads),
+            target=_stage("to", target, to_heads),
             num_kv_heads=1 if latent else kv_heads,
             num_layers=layers,
             num_tokens=tokens,
@@ -73,8 +76,14 @@ def plan(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _head_lists(option: str, text: str | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if text is None else tuple(_numbers(option, part) for part in text.split("/"))
+def _stage(side: str, parallel: Parallel, heads: str | None) -> Stage:
+    if heads is None:
+        return Stage(parallel=parallel)
+    if parallel != Parallel():
+        raise ConfigError(
+            f"--{side}-heads lists what each rank holds, instead of sizes; leave out the other --{side}-..."
+        )
+    return Stage(heads=tuple(_numbers(f"--{side}-heads", part) for part in heads.split("/")))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ _MAP_WIDTH, _MAP_INSET = 150, 10
 _BANDS_WIDTH = 330
 _WIDTH = 2 * (_MARGIN + _CARD_WIDTH) + _BANDS_WIDTH
 _PERIODS_DRAWN = 4
+# Runs of tokens that are nearer than this are drawn as a tint: nobody tells them apart, and there may be millions.
+_FINEST = 0.5
 
 _COLOURS = (
     "#3b6fb6", "#e08a2e", "#3f9b6c", "#a34d7d", "#7d62b0", "#2f9fae", "#c76ba0", "#8b8f3a", "#8a6347", "#5d7fd6",
@@ -193,11 +195,12 @@ def _card(card: _Card, title: str, note: str, filled: Sequence[tuple[Region, str
     yield f'<rect x="{x}" y="{y:.1f}" width="{_MAP_WIDTH}" height="{height}" fill="#eef1f4"/>'
     for region, colour in filled:
         top, tall = _scaled(region.layers, maps.num_layers, height)
-        for start, stop in _stretches(region, maps):
+        for start, stop, share in _stretches(region, maps):
             wide = (stop - start) * _MAP_WIDTH
+            tint = f' opacity="{share:.3f}"' if share < 1 else ""
             yield (
                 f'<rect x="{x + start * _MAP_WIDTH:.2f}" y="{y + top:.2f}" width="{wide:.2f}" height="{tall:.2f}" '
-                f'fill="{colour}"/>'
+                f'fill="{colour}"{tint}/>'
             )
     yield from _grid(x, y, height, maps)
 
@@ -214,23 +217,29 @@ def _scaled(layers: Span, num_layers: int, height: float) -> tuple[float, float]
     return layers.start / num_layers * height, layers.num_layers / num_layers * height
 
 
-def _stretches(region: Region, maps: _Maps) -> Iterator[tuple[float, float]]:
-    """The region's stretches along x, as fractions of the map: heads, and within each its runs of tokens."""
-    runs = list(_runs(region.tokens, maps.num_tokens))
-    if runs == [(0.0, 1.0)]:
+def _stretches(region: Region, maps: _Maps) -> Iterator[tuple[float, float, float]]:
+    """The region's stretches along x, as fractions of the map, and how much of each is the region's.
+
+    Heads, and within each its runs of tokens.
+    """
+    runs = list(_runs(region.tokens, maps))
+    if runs == [(0.0, 1.0, 1.0)]:
         for start, stop in _head_runs(region.heads):
-            yield start / maps.num_heads, stop / maps.num_heads
+            yield start / maps.num_heads, stop / maps.num_heads, 1.0
         return
     for head in region.heads:
-        for low, high in runs:
-            yield (head + low) / maps.num_heads, (head + high) / maps.num_heads
+        for low, high, share in runs:
+            yield (head + low) / maps.num_heads, (head + high) / maps.num_heads, share
 
 
-def _runs(tokens: Stripes, num_tokens: int) -> Iterator[tuple[float, float]]:
-    """Runs of tokens as fractions of the request."""
+def _runs(tokens: Stripes, maps: _Maps) -> Iterator[tuple[float, float, float]]:
+    """Runs of tokens as fractions of the request, and how much of each is held: all, but where a stripe is fine."""
     for stripe in tokens:
+        if stripe.times > 1 and stripe.stride * _MAP_WIDTH < _FINEST * maps.num_tokens * maps.num_heads:
+            yield stripe.start / maps.num_tokens, stripe.stop / maps.num_tokens, stripe.length / stripe.stride
+            continue
         for start, stop in stripe.runs():
-            yield start / num_tokens, stop / num_tokens
+            yield start / maps.num_tokens, stop / maps.num_tokens, 1.0
 
 
 def _head_runs(heads: HeadIds) -> list[tuple[int, int]]:

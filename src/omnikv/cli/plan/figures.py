@@ -41,7 +41,8 @@ class Stage:
         one = self.parallel
         sizes = [f"{name} {size}" for name, size in (("PP", one.pp), ("CP", one.cp), ("TP", one.tp)) if size > 1]
         block = f" in blocks of {one.cp_block}" if one.cp_block and one.cp > 1 else ""
-        return (" x ".join(sizes) or "1 rank") + block
+        zigzag = " in zigzag" if one.cp_zigzag and one.cp > 1 else ""
+        return (" x ".join(sizes) or "1 rank") + block + zigzag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
