@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -113,6 +116,33 @@ def test_a_route_between_no_stages_is_refused():
 def test_sizes_that_are_no_integers_are_refused(sizes):
     with pytest.raises(TopologyError, match="num_kv_heads and tp_size must be positive integers"):
         split_heads(*sizes)
+
+
+def test_every_process_makes_the_same_plan_of_the_same_route():
+    program = """
+from omnikv.core.boxes import Span
+from omnikv.core.keys import Edge
+from omnikv.core.partition import LayerRule, Parallel
+from omnikv.core.reshard import Route
+from omnikv.core.tokens import LastTokens, State
+rules = [LayerRule(layers=Span(1, 2), num_heads=5, tokens=LastTokens(7)),
+         LayerRule(layers=Span(3, 4), num_heads=9, tokens=State())]
+for target in (Parallel(tp=12), Parallel(pp=2, cp=3, cp_block=4), Parallel(tp=2, cp=2, cp_zigzag=True)):
+    route = Route.parallel(Edge(from_stage="a", to_stage="b"), num_kv_heads=6, num_layers=5,
+                           source=Parallel(tp=8, cp=2, cp_block=2), target=target, rules=rules)
+    print(route.pieces(), route.facts(), [box.tokens(99) for piece in route.pieces() for box in piece.boxes])
+"""
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(3)
+    }
+    assert len(seen) == 1
 
 
 def test_a_rank_outside_the_route_is_named():
