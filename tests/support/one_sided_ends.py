@@ -58,7 +58,6 @@ class CopyingEngine:
 
     def serve(self):
         self.served.release()
-        return False
 
     def close(self):
         assert not self.registered
@@ -84,7 +83,6 @@ class CopyingTransport(OneSidedTransport):
     capabilities = Capabilities(cross_process=False, cross_host=False, shared_memory=False, notices_peer_death=True)
 
     def __init__(self, endpoint, engine, *, pool_nbytes=4 << 20, landing_nbytes=4 << 20, **meeting):
-        self.engine = engine
         super().__init__(
             endpoint,
             Meeting(**meeting),

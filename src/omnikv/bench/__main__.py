@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from omnikv.bench.across import measure_across, measure_small_across, new_lane
+from omnikv.bench.across_engines import engines_here, measure_engine, measure_engine_death
 from omnikv.bench.across_report import Across, across_to_json, across_to_text, judge_across, make_lanes
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
 from omnikv.bench.peer import receiving_process
@@ -68,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     same_host.add_argument("--stream", type=_at_least(MIN_STREAM), default=4000, help="requests of 1 MiB in flight")
     same_host.add_argument("--no-huge", action="store_true", help=f"send no payload of {HUGE_MIB} MiB")
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
-    across = commands.add_parser("across", help="two processes over TCP, beside a bare socket loop")
+    across = commands.add_parser("across", help="two processes over TCP, and over engines that are installed")
     across.add_argument("--sizes", type=_several(1), default=BAR_SIZES_MIB, help="payloads in MiB, e.g. 64,256")
     across.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=9, help="counted rounds a size, 5 or more")
     across.add_argument("--stream", type=_at_least(MIN_STREAM), default=2000, help="requests of 1 MiB in flight")
@@ -138,7 +139,13 @@ def run_across(options: argparse.Namespace, command: str) -> int:
         lanes = make_lanes(Path(directory))
         sizes = [measure_across(size, options.rounds, lanes) for size in options.sizes]
     small = measure_small_across(new_lane("small"), new_lane("death"), options.stream, options.deaths)
-    run = Across(sizes=sizes, small=small)
+    engines = engines_here()
+    run = Across(
+        sizes=sizes,
+        small=small,
+        engines=[measure_engine(name, size, options.rounds) for name in engines for size in options.sizes],
+        engine_deaths=[measure_engine_death(name, options.deaths) for name in engines],
+    )
     sys.stdout.write(across_to_text(run, command))
     if options.json is not None:
         options.json.write_text(json.dumps(across_to_json(run, command), indent=2) + "\n")

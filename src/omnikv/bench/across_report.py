@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omnikv.bench.across import AcrossResult, LaneResult, SmallResult, new_lane
+from omnikv.bench.across_engines import EngineDeath, EngineResult
 from omnikv.bench.across_peer import Lane
 from omnikv.bench.measure import Spread
 from omnikv.bench.report import Bar, machine, spell_bar
@@ -20,6 +21,7 @@ PAGED, CHECKED = "tcp, paged, gather included", "  with checksum"
 MIN_CONTIGUOUS_X = 0.95
 MIN_PAGED_X = 0.9
 MIN_SECRET_X = 0.95
+MIN_ENGINE_X = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,14 @@ class Across:
 
     sizes: Sequence[AcrossResult]
     small: SmallResult
+    engines: Sequence[EngineResult] = ()
+    engine_deaths: Sequence[EngineDeath] = ()
 
     @property
     def content_ok(self) -> bool:
         """Whether every payload that was looked at held what was sent."""
-        return all(lane.content_ok for size in self.sizes for lane in size.lanes)
+        ours = all(lane.content_ok for size in self.sizes for lane in size.lanes)
+        return ours and all(result.content_ok for result in self.engines)
 
 
 def make_lanes(directory: Path) -> list[Lane]:
@@ -69,6 +74,10 @@ def judge_across(run: Across) -> list[Bar]:
             _at_least(f"tcp, {size.size_mib} MiB paged", paged, MIN_PAGED_X, "x bare"),
             _at_least(f"given secret, {size.size_mib} MiB", secret / contiguous, MIN_SECRET_X, "x contiguous"),
         ]
+    bars += [
+        _at_least(f"{result.engine}, {result.size_mib} MiB", result.rate_x.median, MIN_ENGINE_X, "x bare engine")
+        for result in run.engines
+    ]
     return bars
 
 
@@ -79,6 +88,8 @@ def across_to_json(run: Across, command: str) -> dict[str, Any]:
         "machine": machine(),
         "sizes": [asdict(size) for size in run.sizes],
         "small": asdict(run.small),
+        "engines": [asdict(result) for result in run.engines],
+        "engine_deaths": [asdict(death) for death in run.engine_deaths],
         "bars": [{**asdict(bar), "passed": bar.passed} for bar in judge_across(run)],
     }
 
@@ -101,10 +112,24 @@ def across_to_text(run: Across, command: str) -> str:
         "",
         f"1 MiB in flight               {run.small.requests_per_s:.0f} requests/s ({run.small.requests})",
         f"a killed sender is known after {death.median:.1f} ms ({death.least:.1f}-{death.most:.1f})",
+        *_spell_engines(run),
         "",
         *(spell_bar(bar) for bar in judge_across(run)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _spell_engines(run: Across) -> list[str]:
+    lines = ["", "engines by their own TCP, each beside itself driven bare" if run.engines else "engines: none here"]
+    for result in run.engines:
+        rate = _spell(result.rate_x, 2) if result.content_ok else "WRONG CONTENT"
+        bare, ours = _spell(result.bare_ms, 1), _spell(result.ours_ms, 1)
+        lines.append(f"{result.engine}, {result.size_mib} MiB: bare {bare} ms, ours {ours} ms, {rate} x bare")
+    lines += [
+        f"{death.engine}: a killed sender is known after {_spell(death.noticed_ms, 1)} ms"
+        for death in run.engine_deaths
+    ]
+    return lines
 
 
 def _at_least(name: str, value: float, limit: float, unit: str) -> Bar:

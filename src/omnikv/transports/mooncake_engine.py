@@ -116,9 +116,8 @@ class MooncakeEngine:
         code: int = self._engine.batch_transfer_sync_write(peer, locals_, remotes, sizes)
         return code
 
-    def serve(self) -> bool:
-        """False; the engine has threads of its own."""
-        return False
+    def serve(self) -> None:
+        """Nothing; the engine has threads of its own."""
 
     def close(self) -> None:
         """Nothing; others of this process may be using it, and later ones will."""

@@ -105,11 +105,10 @@ class NixlEngine:
             reading.begin()
             return reading
 
-    def serve(self) -> bool:
-        """False, since an agent does not say whether something moved; lets peers' reads go on."""
+    def serve(self) -> None:
+        """Nothing; lets peers' reads go on."""
         with self._lock, contextlib.suppress(EngineFault), _faults("get_new_notifs"):
             self._agent.get_new_notifs()
-        return False
 
     def close(self) -> None:
         """Nothing; ends the agent. No read is under way."""

@@ -85,6 +85,11 @@ class OneSidedTransport(PairTransport):
         """The memory of this end: a source's payloads, or what a target has received."""
         return self._memory.pool
 
+    @property
+    def engine(self) -> Engine:
+        """The engine of this end."""
+        return self._engine
+
     def close(self) -> None:
         """Stop serving, end the threads, give descriptors and memory back; views stay readable. Idempotent."""
         if os.getpid() != self._pid:

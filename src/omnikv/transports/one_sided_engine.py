@@ -27,7 +27,7 @@ class Reading(Protocol):
 class Engine(Protocol):
     """The engine of one end. Any thread may call it; a call may block for as long as its network makes it.
 
-    `needs_serving` says that reads of this end's memory only go on while `serve` is called.
+    `needs_serving` says that reads only go on while they are called for: `serve` at the source, `poll` at the target.
     """
 
     needs_serving: bool
@@ -62,8 +62,8 @@ class Engine(Protocol):
             EngineFault: it could not begin; nothing of it comes.
         """
 
-    def serve(self) -> bool:
-        """Whether something moved; lets reads of this end's memory go on."""
+    def serve(self) -> None:
+        """Nothing; lets reads of this end's memory go on."""
 
     def close(self) -> None:
         """Nothing; gives everything back. No read is under way."""

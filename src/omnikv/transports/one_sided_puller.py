@@ -182,7 +182,8 @@ class Puller(Generic[P]):
             if self._is_stopped:
                 self._changed.wait(GONE_PAUSE_S)
             elif not self._inbox and self._under_way and idle_s > EAGER_S:
-                self._changed.wait(LONGEST_PAUSE_S if idle_s > EAGER_S * 100 else PAUSE_S)
+                is_long = idle_s > EAGER_S * 100 and not self._engine.needs_serving
+                self._changed.wait(LONGEST_PAUSE_S if is_long else PAUSE_S)
             elif not self._inbox and not self._under_way:
                 self._changed.wait(RETRY_S / 10)
 

@@ -14,10 +14,8 @@ from omnikv.transports.one_sided_memory import RegisteredPool
 from omnikv.transports.one_sided_messages import Drawn, Placed, Reach, Sound
 from omnikv.transports.shm_pool import Room
 
-# How long an engine's calls are made one after the other when nothing moves, and the longest pause between them then.
-EAGER_S = 0.002
+# Between two calls of an engine that moves only while it is called: a few percent of a core, while something is read.
 PAUSE_S = 0.00005
-LONGEST_PAUSE_S = 0.001
 
 
 class OneSidedShelf:
@@ -138,15 +136,10 @@ class Server:
         self._thread.join()
 
     def _run(self) -> None:
-        moved_at = 0.0
         while True:
             with self._changed:
-                if not self._is_expected and not self._has_ended:
-                    self._changed.wait_for(lambda: self._is_expected or self._has_ended)
-                    moved_at = time.monotonic()
+                self._changed.wait_for(lambda: self._is_expected or self._has_ended)
                 if self._has_ended:
                     return
-            if self._engine.serve():
-                moved_at = time.monotonic()
-            idle_s = time.monotonic() - moved_at
-            time.sleep(PAUSE_S if idle_s < EAGER_S else min(LONGEST_PAUSE_S, idle_s / 10))
+            self._engine.serve()
+            time.sleep(PAUSE_S)
