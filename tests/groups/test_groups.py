@@ -154,6 +154,19 @@ RANK_PROGRAM = textwrap.dedent(
     for number in range(5):
         ballots = [f"{number} from {r}".encode() * (1 + 400 * (number == 3)) for r in range(size)]
         assert group.exchange(ballots[rank], deadline=time.monotonic() + 60) == ballots
+    if mode == "interrupted":
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+        whole, group._all_gather = group._all_gather, interrupt
+        try:
+            group.exchange(b"cut short", deadline=time.monotonic() + 60)
+        except KeyboardInterrupt:
+            group._all_gather = whole
+        try:
+            group.exchange(b"again", deadline=time.monotonic() + 60)
+        except VerdictInDoubt as error:
+            assert "interrupted" in str(error), error
+            print("in doubt")
     if mode == "missing":
         if rank == size - 1:
             sys.stdin.read()
@@ -198,6 +211,11 @@ def run_ranks(tmp_path, size, mode):
 def test_real_gloo_ranks_exchange_short_and_long_ballots(tmp_path):
     for out, err in run_ranks(tmp_path, 3, "all"):
         assert out == "done\n", err
+
+
+def test_a_gloo_rank_that_was_interrupted_in_an_exchange_does_not_use_its_group_again(tmp_path):
+    ((out, err),) = run_ranks(tmp_path, 1, "interrupted")
+    assert out.splitlines() == ["in doubt", "done"], err
 
 
 def test_real_gloo_ranks_are_in_doubt_when_one_never_votes(tmp_path):
