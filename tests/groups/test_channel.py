@@ -51,14 +51,17 @@ def over(request):
     return request.param
 
 
-@pytest.fixture
-def form():
-    """Forms the channels of a group; afterwards nothing of them is left."""
+@pytest.fixture(params=["lane", "no lane"])
+def form(request):
+    """Forms the channels of a group, with votes that may go alone and without; afterwards nothing of them is left."""
     descriptors = len(os.listdir("/proc/self/fd"))
     formed = []
 
     def form_group(size, **options):
         channels = form_all(size, **options)
+        if request.param == "no lane":
+            for channel in channels:
+                channel._switchboard._has_all = False
         formed.extend(channels)
         return channels
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ledger_lanes import LedgerLane
 
 from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes
 from omnikv.core.verdict import rule
@@ -35,7 +36,7 @@ def ignore(message):
 class Star:
     """The ledgers of all ranks with a first-in first-out line between each follower and the leader."""
 
-    def __init__(self):
+    def __init__(self, *, has_lanes=False):
         self.to_leader = {rank: [] for rank in range(1, SIZE)}
         self.to_follower = {rank: [] for rank in range(1, SIZE)}
         self.sent = []
@@ -46,9 +47,14 @@ class Star:
             *(FollowerLedger(rank, leaders[rank], shares_clock=True) for rank in range(1, SIZE)),
         ]
 
+        self.lanes = [
+            LedgerLane(ledger, range(1, SIZE) if rank == 0 else [0], is_open=has_lanes)
+            for rank, ledger in enumerate(self.ledgers)
+        ]
+
     def cast(self, rank, votes):
         call = Call(votes, math.inf if rank == 0 else 1e6)
-        self.ledgers[rank].cast(call)
+        self.lanes[rank].cast(call)
         return call
 
     def line(self, messages):
@@ -63,7 +69,7 @@ class Star:
         line = (self.to_leader if up else self.to_follower)[rank]
         if line:
             receiver = 0 if up else rank
-            self.ledgers[receiver].hear(rank if up else 0, line.pop(0))
+            self.lanes[receiver].hear(rank if up else 0, line.pop(0))
 
     def settle(self):
         while any(self.to_leader.values()) or any(self.to_follower.values()):
@@ -73,12 +79,14 @@ class Star:
 
     @property
     def is_empty(self):
-        return not any(ledger._whole or ledger._requests or ledger.open_calls() for ledger in self.ledgers)
+        are_idle = all(ledger.is_idle and not ledger.open_calls() for ledger in self.ledgers)
+        return are_idle and all(lane.call is None for lane in self.lanes)
 
 
+@pytest.mark.parametrize("has_lanes", [True, False])
 @given(data=st.data())
-def test_any_grouping_and_order_of_votes_comes_to_the_rule_on_each_request(data):
-    star = Star()
+def test_any_grouping_and_order_of_votes_comes_to_the_rule_on_each_request(data, has_lanes):
+    star = Star(has_lanes=has_lanes)
     keys = [f"r{at}" for at in range(data.draw(st.integers(1, 5)))]
     ballots = {key: [a_ballot(data.draw(STANDINGS)) for _ in range(SIZE)] for key in keys}
     calls = []
@@ -95,6 +103,44 @@ def test_any_grouping_and_order_of_votes_comes_to_the_rule_on_each_request(data)
         assert call.outcome(rank) == [rule(ballots[key]) for key in part]
     if all(rule(votes).kind != "refetch" for votes in ballots.values()):
         assert star.is_empty
+
+
+ROLES = st.lists(
+    st.tuples(st.sampled_from(["cfg_img", "cfg_text", "primary"]), STANDINGS, st.booleans(), st.sampled_from("ab")),
+    max_size=3,
+    unique_by=lambda role: role[0],
+).map(
+    lambda roles: tuple(
+        RoleBallot(name, standing, required, "", (("tokens", fact),)) for name, standing, required, fact in roles
+    )
+)
+BALLOTS = st.builds(Ballot, st.sampled_from([0, 0, 0, 1]), st.booleans(), ROLES)
+
+
+@given(data=st.data())
+def test_a_call_ends_in_the_lane_exactly_when_all_cast_it_and_as_the_rule_says(data):
+    star = Star(has_lanes=True)
+    keys = [f"r{at}" for at in range(data.draw(st.integers(1, 3)))]
+    mine = [(key, data.draw(BALLOTS)) for key in keys]
+    # Most of the others cast the very same; a lane must see where one of them does not.
+    theirs = [data.draw(st.just(mine) | st.permutations(mine) | st.just([(keys[0], mine[0][1])])) for _ in range(2)]
+    theirs = [[(key, data.draw(st.just(ballot) | BALLOTS)) for key, ballot in votes] for votes in theirs]
+    ballots = {key: [dict(votes).get(key) for votes in (mine, *theirs)] for key in keys}
+    if any(ballot is not None and ballot.round for votes in ballots.values() for ballot in votes):
+        assert not all(Call(votes, 1.0).is_hopeful for votes in (mine, *theirs))
+        return
+    calls = [star.cast(rank, votes) for rank, votes in enumerate((mine, *theirs))]
+    star.settle()
+    ends_in_lane = calls[0].is_hopeful and all(votes == mine for votes in theirs)
+    assert star.lanes[0].kept == ends_in_lane
+    if ends_in_lane:
+        assert [lane.kept for lane in star.lanes] == [1] * SIZE
+        assert star.is_empty
+    for key, votes in ballots.items():
+        if None not in votes:
+            for call, cast in zip(calls, (mine, *theirs), strict=True):
+                if not call.left:
+                    assert call.outcome(0)[[name for name, _ in cast].index(key)] == rule(votes)
 
 
 def test_votes_that_are_alike_are_kept_by_one_short_message_a_follower():
@@ -116,16 +162,17 @@ def test_votes_that_are_alike_but_not_kept_get_their_rulings():
     assert {tuple(ruling.kind for ruling in call.outcome(0)) for call in calls} == {("refetch", "keep")}
 
 
+@pytest.mark.parametrize("has_lanes", [True, False])
 @given(lost_after=st.integers(0, 4), deliveries=st.lists(st.tuples(st.integers(1, 2), st.booleans()), max_size=6))
-def test_losing_a_follower_at_any_moment_gives_the_others_one_ruling(lost_after, deliveries):
-    star = Star()
+def test_losing_a_follower_at_any_moment_gives_the_others_one_ruling(lost_after, deliveries, has_lanes):
+    star = Star(has_lanes=has_lanes)
     votes = [("r", a_ballot()), ("s", a_ballot())]
     calls = []
     for step, (rank, up) in enumerate([*deliveries, (1, True)]):
         if step < SIZE:
             calls.append((step, star.cast(step, votes)))
         if step == lost_after:
-            star.ledgers[0].lose(2, "killed")
+            star.lanes[0].lose(2, "killed")
             star.to_leader[2].clear()
         elif rank == 1 or step < lost_after:
             star.deliver(rank, up=up)

@@ -34,6 +34,38 @@ def ballot_of(standing, number):
     return Ballot(number, True, (role,))
 
 
+class Marked:
+    """A connection whose rank gets a signal when so many of its reads and writes have passed."""
+
+    def __init__(self, connection, countdown):
+        self.connection, self.countdown = connection, countdown
+
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+
+    def send(self, *args):
+        sent = self.connection.send(*args)
+        self.countdown.pass_one()
+        return sent
+
+    def recv(self, *args):
+        data = self.connection.recv(*args)
+        self.countdown.pass_one()
+        return data
+
+
+class Countdown:
+    def __init__(self, left, signal_number):
+        self.left, self.signal_number = left, signal_number
+        if not left:
+            os.kill(os.getpid(), signal_number)
+
+    def pass_one(self):
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), self.signal_number)
+
+
 def run_rank(task):
     # The watchdog: a rank that hangs shows where, and ends.
     faulthandler.dump_traceback_later(60, exit=True)
@@ -64,10 +96,18 @@ def run_rank(task):
 
 def vote(channel, order, say):
     deadline = time.monotonic() + order["timeout_s"]
+    ballot = ballot_of(order["standing"], order["round"])
+    if order["signal"] is not None:
+        countdown = Countdown(*order["signal"])
+        for link in channel._switchboard._links.values():
+            link.connection = Marked(link.connection, countdown)
     try:
-        pending = channel.submit(order["key"], ballot_of(order["standing"], order["round"]), deadline=deadline)
-        say(state="voted")
-        ruling = pending.result()
+        if order["way"] == "agree":
+            ruling = channel.agree(order["key"], ballot, deadline=deadline)
+        else:
+            pending = channel.submit(order["key"], ballot, deadline=deadline)
+            say(state="voted")
+            ruling = pending.result()
         said = {"kind": ruling.kind, "causes": ruling.causes}
     except VerdictInDoubt as error:
         said = {"kind": "in doubt", "words": str(error)}

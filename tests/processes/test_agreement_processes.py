@@ -41,8 +41,10 @@ class Rank:
         said = self.hear()
         return self.hear() if said["state"] == "voted" else said
 
-    def start_vote(self, key, *, standing="have", number=0, timeout_s=FAR_S):
+    def start_vote(self, key, *, standing="have", number=0, timeout_s=FAR_S, way="submit", signalled=None):
+        """With `signalled`, (count, number), it gets that signal when so many reads and writes have passed."""
         order = {"key": key, "standing": standing, "round": number, "timeout_s": timeout_s}
+        order |= {"way": way, "signal": signalled}
         self.lines.write(json.dumps(order) + "\n")
         self.lines.flush()
 
@@ -54,9 +56,16 @@ class Rank:
     def signal(self, number):
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
-            stat = Path(f"/proc/{self.pid}/stat")
-            while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            self.await_state("T")
+
+    def await_state(self, *states):
+        stat = Path(f"/proc/{self.pid}/stat")
+        try:
+            while stat.read_text().rsplit(")", 1)[1].split()[0] not in states:
                 pass
+        except (FileNotFoundError, ProcessLookupError):
+            # The nursery let it go already.
+            return
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +244,47 @@ def test_a_group_in_doubt_says_so_at_once_when_it_is_used_again(form):
     assert said["kind"] == "in doubt"
     assert "failed before" in said["words"]
     assert said["late_s"] < -FAR_S / 2
+
+
+# What the survivors, in their order, come to when a rank of three stops for good after so many reads and writes of a
+# vote that goes alone: a follower sends and reads, the leader reads two ballots and sends two answers.
+FOLLOWER_POINTS = [(0, "drop", "drop"), (1, "keep", "keep"), (2, "keep", "keep")]
+DOUBT = "in doubt"
+LEADER_POINTS = [(0, DOUBT, DOUBT), (1, DOUBT, DOUBT), (2, DOUBT, DOUBT), (3, "keep", DOUBT), (4, "keep", "keep")]
+POINTS = [
+    pytest.param(victim, *point, id=f"{who} after {point[0]}")
+    for victim, who, points in ((2, "a follower", FOLLOWER_POINTS), (0, "the leader", LEADER_POINTS))
+    for point in points
+]
+
+
+@pytest.mark.parametrize(("victim", "point", "first", "second"), POINTS)
+def test_killed_at_every_point_of_a_vote_that_goes_alone(form, victim, point, first, second):
+    dead, left = split(form(3), victim)
+    for rank in left:
+        rank.start_vote("r", way="agree")
+    dead.start_vote("r", way="agree", signalled=(point, signal.SIGKILL))
+    assert_survivors([rank.hear_ruling() for rank in left], first, second)
+
+
+@pytest.mark.parametrize(("victim", "point", "first", "second"), POINTS)
+def test_stopped_at_every_point_of_a_vote_that_goes_alone(form, victim, point, first, second):
+    ranks = form(3)
+    dead, left = split(ranks, victim)
+    dead.start_vote("r", way="agree", signalled=(point, signal.SIGSTOP))
+    if point == 0:
+        dead.await_state("T")
+    for rank in left:
+        rank.start_vote("r", way="agree", timeout_s=SOON_S)
+    assert_survivors([rank.hear_ruling() for rank in left], first, second)
+    dead.await_state("T")
+    dead.signal(signal.SIGCONT)
+    # A leader that wakes up rules on what it heard before its own deadline; nobody comes to another ruling than that.
+    assert dead.hear_ruling()["kind"] == ("keep" if victim == 0 else first)
+    if DOUBT not in (first, second):
+        assert_same_ruling(vote_all(ranks, "next", way="agree"), "keep")
+
+
+def assert_survivors(said, *kinds):
+    assert [one["kind"] for one in said] == list(kinds), said
+    assert all(one["late_s"] <= MAX_LATE_S + BUSY_S for one in said), said

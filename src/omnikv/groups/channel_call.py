@@ -15,20 +15,21 @@ class Call:
     """One call's requests at this rank, and what came of them.
 
     `deadline` is the caller's, `due` is when waiting for them really ends, both on the monotonic clock; `left` is how
-    many of them have no ruling and are not in doubt either. `hopes` are what `rule` comes to on each ballot if all
-    ranks cast the same, if every ballot is of the first round and has every role, and None otherwise.
+    many of them have no ruling and are not in doubt either. The call `is_hopeful` if each of its ballots is kept should
+    all ranks cast the same: it is of the first round and has every role.
     """
 
     # Every vote goes through here, right after other work: what it touches and where it goes, it finds cold in the
     # caches. So there are few steps, and plain ones: see `python -m omnikv.bench agreement`.
     __slots__ = (
+        "_only",
         "alike",
         "bell",
         "deadline",
         "doubts",
         "due",
         "encoded",
-        "hopes",
+        "is_hopeful",
         "keys",
         "left",
         "rulings",
@@ -42,36 +43,35 @@ class Call:
         Raises:
             ConfigError: a key is no text of 1 to 1024 characters, or comes twice.
         """
-        # A dict for its order; it must not hold the call itself, which would then be left to the garbage collector.
-        keys: dict[str, None] = {}
-        hopes: list[Ruling] | None = []
-        known: dict[tuple[str, ...], Ruling] = {}
+        is_hopeful = True
+        # The name of the one role that each ballot has, if it is the same in all of them.
+        only = votes[0][1].roles[0].role if votes and votes[0][1].roles else None
         for key, ballot in votes:
             if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
                 raise ConfigError(f"a vote's key must be a text of 1 to {MAX_KEY_CHARS} characters, got {key!r:.100}")
-            keys[key] = None
-            usable: tuple[str, ...] = ()
-            for entry in ballot.roles:
-                usable += (entry.role,)
-                if entry.standing != "have":
-                    hopes = None
+            roles = ballot.roles
             if ballot.round:
-                hopes = None
-            if hopes is not None:
-                ruling = known.get(usable)
-                if ruling is None:
-                    ruling = known[usable] = Ruling("keep", 0, usable)
-                hopes.append(ruling)
+                is_hopeful = False
+            if len(roles) != 1:
+                only = None
+            for entry in roles:
+                if entry.standing != "have":
+                    is_hopeful = False
+                if entry.role != only:
+                    only = None
+        # For its order; it must not hold the call itself, which would then be left to the garbage collector.
+        keys = dict(votes)
         if len(keys) < len(votes):
             raise ConfigError("the keys of ballots that are cast together must differ")
         self.votes = votes
         self.keys = keys
-        self.hopes = hopes
+        self.is_hopeful = is_hopeful
         self.left = len(keys)
         self.deadline = deadline
         self.due = deadline + grace_s
         self.rulings: dict[int, Ruling] = {}
         self.doubts: dict[int, str] = {}
+        self._only = only
         # The leader's notes while it holds the call whole: its ballots as bytes, and who cast the same so far.
         self.encoded = b""
         self.alike: list[int] = []
@@ -104,6 +104,12 @@ class Call:
         if self.bell is not None:
             self.bell.notify_all()
 
+    def foresee(self) -> list[Ruling]:
+        """The rulings on these ballots if all ranks cast the same and the call is hopeful."""
+        if self._only is not None:
+            return [Ruling("keep", 0, (self._only,))] * len(self.votes)
+        return [Ruling("keep", 0, tuple(entry.role for entry in ballot.roles)) for _, ballot in self.votes]
+
     def outcome(self, rank: int) -> list[Ruling]:
         """The rulings, in the order of the votes, when nothing is left.
 
@@ -111,8 +117,8 @@ class Call:
             VerdictInDoubt: one of them could not be learnt.
         """
         if not self.doubts:
-            if not self.rulings and self.hopes is not None:
-                return self.hopes
+            if not self.rulings:
+                return self.foresee()
             return [self.rulings[index] for index in range(len(self.votes))]
         index, cause = next(iter(self.doubts.items()))
         key = self.votes[index][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -43,6 +43,16 @@ class LeaderLedger(Ledger[LeaderState]):
         self._by_start[start] = call
         if self._size == 1:
             self._keep(call)
+
+    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int]:
+        ballots = bytes(self._encode(call.votes))
+        return _HEAD, ballots, _BALLOTS_AT + len(ballots)
+
+    def keep_alone(self, call: Call) -> None:
+        self._answer(call, self._lines)
+
+    def take_up(self, call: Call) -> None:
+        self.cast(call)
 
     def hear(self, rank: int, payload: bytes) -> None:
         call = self._by_start.get(payload[_BALLOTS_AT : _BALLOTS_AT + _TELLING_NBYTES])
@@ -90,8 +100,11 @@ class LeaderLedger(Ledger[LeaderState]):
     def _keep(self, call: Call) -> None:
         """Nothing; every rank cast the very ballots of `call`, and all can be kept."""
         self._release(call)
+        self._answer(call, call.alike)
+
+    def _answer(self, call: Call, ranks: Iterable[int]) -> None:
         kept = encode(Kept(call.votes[0][0]))
-        for rank in call.alike:
+        for rank in ranks:
             self._lines[rank](kept)
         call.left = 0
         if call.bell is not None:

@@ -77,6 +77,24 @@ class Ledger(ABC, Generic[State]):
         """
 
     @abstractmethod
+    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int]:
+        """How each peer's next message begins and ends and how long it is, if it has `call` kept; it is not held here.
+
+        Nothing else may be open, and every ballot of `call` must be hopeful.
+
+        Raises:
+            ConfigError: the ballots are too long; nothing was cast then.
+        """
+
+    @abstractmethod
+    def keep_alone(self, call: Call) -> None:
+        """Nothing; every peer said what has `call` kept, which was cast alone."""
+
+    @abstractmethod
+    def take_up(self, call: Call) -> None:
+        """Nothing; `call` was cast alone and is held here from now on, as if it had been cast here."""
+
+    @abstractmethod
     def hear(self, rank: int, payload: bytes) -> None:
         """Nothing; takes what a peer says.
 
@@ -101,6 +119,11 @@ class Ledger(ABC, Generic[State]):
     @abstractmethod
     def _open(self, call: Call) -> None:
         """Nothing; takes the steps of a whole call that were put off."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is known here of any request."""
+        return not self._whole and not self._requests
 
     def open_calls(self) -> set[Call]:
         """The calls that wait for a ruling."""
@@ -139,7 +162,7 @@ class Ledger(ABC, Generic[State]):
 
     def _hold(self, call: Call) -> bool:
         """Whether `call` is held whole from now on: there is hope, and nothing is known of its keys yet."""
-        if call.hopes is None:
+        if not call.is_hopeful:
             return False
         whole, requests = self._whole, self._requests
         if whole or requests:

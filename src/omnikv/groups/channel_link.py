@@ -21,8 +21,9 @@ MAX_QUEUED_NBYTES = 2 * MAX_FRAME_NBYTES
 DEAF_AFTER_S = 30.0
 LENGTH_NBYTES = 4
 _READ_NBYTES = 65536
-# As an int, which is found faster than the member of an enumeration.
-_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
+# As ints, which are found faster than members of an enumeration. The socket itself stays one that blocks.
+_SENDING = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVING = int(socket.MSG_DONTWAIT)
 
 
 class Link:
@@ -38,18 +39,21 @@ class Link:
         deaf_after_s: float = DEAF_AFTER_S,
         on_queue: Callable[[Link], None] | None = None,
     ) -> None:
-        """`on_queue` is told when something is left in an empty queue, which somebody must `flush` then."""
-        connection.setblocking(False)
+        """`on_queue` is told when something is left in an empty queue, which somebody must `flush` then.
+
+        What was read of a frame that is not whole yet stands in `inbox`.
+        """
+        connection.setblocking(True)
         self.connection = connection
         self.rank = rank
         self.ended: str | None = None
+        self.inbox = bytearray()
         self.queue: deque[memoryview] = deque()
         self._max_frame_nbytes = max_frame_nbytes
         self._max_queued_nbytes = max_queued_nbytes
         self._deaf_after_s = deaf_after_s
         self._on_queue = on_queue
         self._failure: str | None = None
-        self._inbox = bytearray()
         self._queued_nbytes = 0
         self._moved_at = 0.0
 
@@ -62,7 +66,7 @@ class Link:
             self._hold(memoryview(frame))
             return
         try:
-            sent = self.connection.send(frame, _NO_SIGNAL)
+            sent = self.connection.send(frame, _SENDING)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -79,7 +83,7 @@ class Link:
         try:
             while self.queue:
                 head = self.queue.popleft()
-                sent = self.connection.send(head, _NO_SIGNAL)
+                sent = self.connection.send(head, _SENDING)
                 self._queued_nbytes -= sent
                 self._moved_at = time.monotonic()
                 if sent < len(head):
@@ -95,33 +99,42 @@ class Link:
         `ended` is set at the end, or when `take` raises `RemoteProtocolError`.
         """
         try:
-            data = self.connection.recv(_READ_NBYTES)
+            data = self.connection.recv(_READ_NBYTES, _RECEIVING)
         except BlockingIOError:
             return False
-        except ConnectionResetError:
-            # It closed with something of ours unread; what it said before has been read by now.
-            data = b""
         except OSError as error:
-            self.ended = self._failure or f"the connection broke: {error.strerror or error}"
+            self.break_off(error)
             return False
+        self.take_in(data, take)
+        return bool(data)
+
+    def take_in(self, data: bytes, take: Callable[[int, bytes], None]) -> None:
+        """Nothing; what `receive` does with `data` that was read from the connection; without bytes it is the end."""
         if not data:
-            self.ended = self._failure or "it closed its connection"
-            return False
+            self.ended = self.ended or self._failure or "it closed its connection"
+            return
         try:
             # One whole frame and nothing else is how nearly all of them come.
             if (
-                not self._inbox
+                not self.inbox
                 and int.from_bytes(data[:LENGTH_NBYTES], "big") == len(data) - LENGTH_NBYTES
                 and len(data) <= self._max_frame_nbytes
             ):
                 take(self.rank, data[LENGTH_NBYTES:])
             else:
-                self._inbox += data
+                self.inbox += data
                 for frame in self._cut_frames():
                     take(self.rank, frame)
         except RemoteProtocolError as error:
             self.ended = str(error)
-        return True
+
+    def break_off(self, error: OSError) -> None:
+        """Nothing; `ended` is set, since reading failed with `error`."""
+        if isinstance(error, ConnectionResetError):
+            # It closed with something of ours unread; what it said before has been read by now.
+            self.ended = self._failure or "it closed its connection"
+        else:
+            self.ended = self._failure or f"the connection broke: {error.strerror or error}"
 
     def fail(self, reason: str) -> None:
         """Nothing; gives the peer up: no more is sent, and what it sent before is all that is read."""
@@ -142,7 +155,7 @@ class Link:
         self.connection.close()
 
     def _cut_frames(self) -> list[bytes]:
-        frames, at, inbox = [], 0, self._inbox
+        frames, at, inbox = [], 0, self.inbox
         while len(inbox) - at >= LENGTH_NBYTES:
             length = int.from_bytes(inbox[at : at + LENGTH_NBYTES], "big")
             end = at + LENGTH_NBYTES + length

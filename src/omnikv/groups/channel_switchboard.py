@@ -1,9 +1,10 @@
 """The connections of one rank's channel, and the threads that take turns at reading them.
 
-All state is under one lock; only waiting happens outside it. Whoever waits for a call polls the connections itself
-unless another thread does so already; then it sleeps on a bell of its own, which rings when its call is settled, when
-its time runs out sooner, or when the polling is handed to it. A thread of the switchboard's own, the *pump*, exists
-while calls are unattended (submitted, and nobody waits for them) or while a queue has to be emptied.
+All state is under one lock; only waiting happens outside it. A call that is alone first goes down the lane
+(`omnikv.groups.channel_lane`). Whoever else waits for a call polls the connections itself unless another thread does so
+already; then it sleeps on a bell of its own, which rings when its call is settled, when its time runs out sooner, or
+when the polling is handed to it. A thread of the switchboard's own, the *pump*, exists while calls are unattended
+(submitted, and nobody waits for them) or while a queue has to be emptied.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from omnikv.errors import LocalProtocolError, VerdictInDoubt
 from omnikv.groups.channel_call import Call
 from omnikv.groups.channel_follower import FollowerLedger
+from omnikv.groups.channel_lane import PATIENCE_S, Lane
 from omnikv.groups.channel_leader import LeaderLedger
 from omnikv.groups.channel_ledger import Ledger
 from omnikv.groups.channel_link import Link
@@ -49,6 +51,7 @@ class Switchboard:
         lines = {peer: link.send for peer, link in self._links.items()}
         self._ledger: Ledger[Any]
         self._ledger = FollowerLedger(rank, lines, shares_clock=shares_clock) if rank else LeaderLedger(size, lines)
+        self._lane = Lane(self._lock, self._ledger, self._links.values())
         self._by_fd = {link.connection.fileno(): link for link in self._links.values()}
         self._epoll = select.epoll()
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -62,6 +65,8 @@ class Switchboard:
         self._pump_runs = False
         self._pump_bell = threading.Condition(self._lock)
         self._is_closed = False
+        # A lane needs every peer; without peers there is nothing to read.
+        self._has_all = bool(self._links)
 
     def run(self, call: Call) -> None:
         """Nothing; casts the ballots of `call` and returns when each of its requests has a ruling or is in doubt.
@@ -73,9 +78,22 @@ class Switchboard:
         with self._lock:
             if self._ledger.broken is not None:
                 raise self._refusal(call)
-            self._ledger.cast(call)
+            if (
+                call.is_hopeful
+                and not self._is_polled
+                and self._ledger.is_idle
+                and not self._pump_runs
+                and self._has_all
+                and call.due > time.monotonic() + PATIENCE_S
+            ):
+                self._go_alone(call)
+            else:
+                self._lane.leave()
+                self._ledger.cast(call)
             if call.left:
                 self._wait(call)
+            elif self._sleepers or self._pump_runs:
+                self._hand_on()
 
     def start(self, call: Call) -> None:
         """Nothing; casts the ballots of `call` and lets the pump see to it.
@@ -86,6 +104,7 @@ class Switchboard:
         with self._lock:
             if self._ledger.broken is not None:
                 raise self._refusal(call)
+            self._lane.leave()
             self._ledger.cast(call)
             self._leave(call)
 
@@ -102,6 +121,7 @@ class Switchboard:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._lane.leave()
             self._ledger.abandon("this rank closed its channel")
             self._pump_bell.notify_all()
             os.eventfd_write(self._nudge, 1)
@@ -132,7 +152,9 @@ class Switchboard:
         try:
             while call.left:
                 wait_s = call.due - time.monotonic()
-                if wait_s <= 0:
+                if self._lane.is_reading:
+                    self._sleep(call.bell or self._give_bell(call), max(wait_s, PATIENCE_S))
+                elif wait_s <= 0:
                     self._end_waiting(call)
                 elif self._is_polled:
                     self._sleep(call.bell or self._give_bell(call), wait_s)
@@ -144,6 +166,31 @@ class Switchboard:
                 self._leave(call)
             if self._sleepers or self._pump_runs:
                 self._hand_on()
+
+    def _go_alone(self, call: Call) -> None:
+        """Nothing; casts `call` and sends it down the lane; the ledger is given what does not end there."""
+        hoped = self._ledger.cast_alone(call)
+        self._is_polled, self._polled_until = True, 0.0
+        is_through = False
+        try:
+            self._lane.run(call, *hoped)
+            is_through = True
+        finally:
+            self._is_polled = False
+            if self._lane.read or call.left:
+                self._take_over()
+                if not is_through:
+                    self._leave(call)
+
+    def _take_over(self) -> None:
+        """Nothing; the ledger takes up the call that went alone, unless it has, and is told what was read for it."""
+        self._lane.leave()
+        read, self._lane.read = self._lane.read, []
+        for link, data in read:
+            if not self._is_closed and link.rank in self._links:
+                link.take_in(data, self._ledger.hear)
+                if link.ended is not None:
+                    self._drop(link, link.ended)
 
     def _give_bell(self, call: Call) -> threading.Condition:
         call.bell = threading.Condition(self._lock)
@@ -195,6 +242,7 @@ class Switchboard:
         self._epoll.unregister(link.connection)
         del self._by_fd[link.connection.fileno()], self._links[link.rank]
         link.close()
+        self._has_all = False
         self._ledger.lose(link.rank, cause)
 
     def _end_waiting(self, call: Call) -> None:
@@ -272,7 +320,9 @@ class Switchboard:
     def _pump_once(self) -> None:
         due = min((call.due for call in self._unattended), default=time.monotonic() + 60)
         wait_s = due - time.monotonic()
-        if wait_s <= 0:
+        if self._lane.is_reading:
+            self._pump_bell.wait(max(wait_s, PATIENCE_S))
+        elif wait_s <= 0:
             for call in [call for call in self._unattended if call.due <= due]:
                 self._end_waiting(call)
         elif self._is_polled:
