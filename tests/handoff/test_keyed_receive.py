@@ -417,3 +417,18 @@ def test_d06_a_payload_without_layers_is_no_kv_and_is_not_kept_for_a_retry(block
         fetch.require()
     assert fetch.is_lost
     assert fetch.give_back()
+
+
+def test_what_came_is_put_together_after_an_interruption():
+    def interrupt(payloads):
+        raise KeyboardInterrupt
+
+    keys = [get_kv_connector_key("r1", "0", 0, source, 0) for source in (0, 1)]
+    connector = Shelf({key: payload([head]).to_bytes() for head, key in enumerate(keys)})
+    fetch = KeyedFetch(connector, "r1", route(2, 1, merger=interrupt), closing=threading.Event())
+    with pytest.raises(KeyboardInterrupt):
+        fetch_until(fetch, until=time.monotonic())
+    assert not fetch.give_back()
+    fetch.redirect(route(2, 1))
+    fetch_until(fetch, until=time.monotonic())
+    assert heads_of(fetch.require()) == [0, 1]

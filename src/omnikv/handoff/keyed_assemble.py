@@ -5,16 +5,17 @@ An engine may join and cut payloads in its own way; what its functions raise bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from omnikv.core.fetch import Shard
 from omnikv.core.keys import RecvKeyHook
 from omnikv.core.senders import SenderAddress
 from omnikv.core.topology import KVTPTopology
-from omnikv.errors import HandoffError, OmniKVError, PayloadLost
+from omnikv.errors import HandoffError, OmniKVError, PayloadLost, WireError, WireReason
 from omnikv.handoff.engine_connector import Delivery, Stages
 from omnikv.tensors.place import borrows_from, map_tensors, move_tensors
 from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, require_layers, slice_received_rank_shard
@@ -39,6 +40,24 @@ class ReceiveRoute:
     merger: Merger | None = None
     slicer: Slicer | None = None
     num_kv_heads: int | None = None
+
+
+def require_request(data: Mapping[str, Any], request_id: str, shard: Shard) -> None:
+    """Nothing, when a shard's payload does not say that it is another request's.
+
+    Raises:
+        WireError: it does.
+    """
+    # Published keys of different requests can be equal (X06), so the payload's own word counts.
+    found = data.get("request_id")
+    if isinstance(found, str) and found and found != request_id:
+        raise WireError(
+            f"the payload under {shard.key!r} belongs to request {found!r}, not to {request_id!r}",
+            reason=WireReason.WRONG_REQUEST,
+            request_id=request_id,
+            key=shard.key,
+            rank=shard.source_rank,
+        )
 
 
 def assemble_shards(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ import torch
 
 from omnikv.core.fetch import Arrived, Fetch, Pause, RoundEnded, Shard, begin, resume, step
 from omnikv.core.keys import build_rank_aware_recv_keys
-from omnikv.errors import OmniKVError, ReceiveTimeout, WireError, WireReason
+from omnikv.errors import OmniKVError, ReceiveTimeout, WireError
 from omnikv.handoff.engine_connector import Delivery, abandon, addresses_ranks, ask, blocks_until_deadline
-from omnikv.handoff.keyed_assemble import ReceiveRoute, assemble_shards, by_hook, place_payload
+from omnikv.handoff.keyed_assemble import ReceiveRoute, assemble_shards, by_hook, place_payload, require_request
 
 logger = logging.getLogger("omnikv.receive")
 
@@ -138,6 +138,9 @@ class KeyedFetch:
 
         Bringing over what is here ends by `deadline` (monotonic seconds), if the connector can see to that.
         """
+        if self._state is not None and not self._state.missing and not self.is_over:
+            # Everything came, and putting it together was interrupted.
+            self._complete()
         for shard in self.missing:
             if not self.is_over:
                 self._ask(shard, time.monotonic() if blocks_until_deadline(self._connector) else deadline)
@@ -206,7 +209,7 @@ class KeyedFetch:
             if delivery is None:
                 return
             self._deliveries[shard.key] = delivery
-            _require_request(delivery.data, self.request_id, shard)
+            require_request(delivery.data, self.request_id, shard)
         except OmniKVError as error:
             # A broken payload would be just as broken the next time; its room is better freed.
             self._fail(error, consumed=isinstance(error, WireError))
@@ -291,16 +294,3 @@ def fetch_until(
         if pause_s is None:
             return
         first.wait(pause_s)
-
-
-def _require_request(data: Mapping[str, Any], request_id: str, shard: Shard) -> None:
-    # Published keys of different requests can be equal (X06), so the payload's own word counts.
-    found = data.get("request_id")
-    if isinstance(found, str) and found and found != request_id:
-        raise WireError(
-            f"the payload under {shard.key!r} belongs to request {found!r}, not to {request_id!r}",
-            reason=WireReason.WRONG_REQUEST,
-            request_id=request_id,
-            key=shard.key,
-            rank=shard.source_rank,
-        )
