@@ -241,6 +241,14 @@ def test_a_stale_read_shows_in_debug_mode(world, monkeypatch):
     assert bool(stale.view(torch.bfloat16).isnan().all())
 
 
+def test_what_is_leased_stays_readable_in_debug_mode_when_its_sender_closes(world):
+    source, target = world.open("source", debug=True), world.open("target")
+    put(source, world.payload("r1"), b"payload")
+    with lease_from(target, world.payload("r1")) as lease:
+        source.close()
+        assert bytes(lease.buffer) == b"payload"
+
+
 @pytest.mark.parametrize(("value", "shows"), [("1", True), ("true", True), ("0", False), ("", False)])
 def test_the_environment_turns_debug_mode_on(world, monkeypatch, value, shows):
     monkeypatch.setenv("OMNIKV_DEBUG", value)

@@ -106,12 +106,12 @@ class RoleFetch:
 
     def give_back(self) -> None:
         """Nothing; everything that arrived goes back to its sender, unconsumed. Idempotent."""
-        kv, self.kv = self.kv, None
-        if kv is not None:
-            kv.give_back()
-        arrived, self._arrived = self._arrived, {}
-        for part in arrived.values():
+        # Forgotten once all were given back: where Ctrl-C comes in between, giving back again gives the others.
+        if self.kv is not None:
+            self.kv.give_back()
+        for part in self._arrived.values():
             part.lease.release()
+        self.kv, self._arrived = None, {}
 
     def __enter__(self) -> RoleFetch:
         return self

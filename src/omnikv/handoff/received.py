@@ -114,12 +114,13 @@ class ReceivedKV:
         self._end(consumed=False)
 
     def _end(self, *, consumed: bool) -> None:
-        leases, self._leases = self._leases, []
-        for lease in leases:
+        # Forgotten once all have ended: where Ctrl-C comes in between, ending again ends the others.
+        for lease in self._leases:
             if consumed:
                 lease.acknowledge()
             else:
                 lease.release()
+        self._leases = []
 
     def __enter__(self) -> ReceivedKV:
         return self

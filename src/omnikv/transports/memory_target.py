@@ -61,8 +61,9 @@ class MemoryLease(Lease):
 
     def _end(self, *, used: bool) -> None:
         if self._block is not None:
-            self._block = None
+            # Forgotten after it was said, which may be interrupted; said twice, it is heard once.
             self._target.end_lease(self._source, self._payload, self._number, used=used)
+            self._block = None
 
 
 class _Wait:

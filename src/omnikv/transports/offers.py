@@ -262,8 +262,9 @@ class Offers(Generic[Room]):
 
     def stopped(self, error: BaseException | None) -> None:
         """Nothing is offered any more; `drain` ends, and so does waiting for room."""
-        self._ledger.clear(time.monotonic())
+        # Closed first, so that what is still leased or written is given back to nobody who would overwrite it.
         self._shelf.close()
+        self._ledger.clear(time.monotonic())
         self._settled.ring()
 
     def _admit(self, requests: Sequence[PutRequest], deadline: float) -> list[Room]:

@@ -82,9 +82,14 @@ class PairLease(Lease):
         """Give the payload back unread."""
         self._end_with(Return(self.arrival.lease))
 
+    def let_go(self) -> bool:
+        """Whether it was held until now; from here on its bytes are the sender's. Call with the lock."""
+        was_held, self._view = self._view is not None, None
+        return was_held
+
     def _end_with(self, message: Ack | Return) -> None:
+        # Decided with the lock: another thread may be first, and Ctrl-C may come while it is waited for.
         if self._view is not None:
-            self._view = None
             self._end(self, message)
 
 

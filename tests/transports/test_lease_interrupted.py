@@ -1,0 +1,68 @@
+"""A lease whose end is interrupted, by Ctrl-C for one, can still be ended; nothing stays leased that nobody holds."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from omnikv.testing.conformance import NamedPair
+from omnikv.testing.transport_pair import drained, lease, payload_of, put
+
+
+class Interrupting:
+    """A lock at which Ctrl-C comes the first time that it is waited for."""
+
+    def __init__(self, lock):
+        self._lock = lock
+        self._was_interrupted = False
+
+    def __enter__(self):
+        if not self._was_interrupted:
+            self._was_interrupted = True
+            raise KeyboardInterrupt
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        return self._lock.__exit__(*error)
+
+
+def interrupt_next(transport, monkeypatch):
+    target = transport._target
+    holder, name = (target._exchange, "lock") if hasattr(target, "_exchange") else (target, "_lock")
+    monkeypatch.setattr(holder, name, Interrupting(getattr(holder, name)))
+
+
+@pytest.fixture(params=["memory", "shm"])
+def pair(request):
+    return NamedPair(transport=request.param)
+
+
+@pytest.mark.parametrize("end", ["acknowledge", "release"])
+def test_a_lease_whose_end_was_interrupted_is_ended_by_the_next_one(pair, monkeypatch, end):
+    with pair.open_source(0, (0,), {}) as source, pair.open_target(0, (0,), {}) as target:
+        payload = payload_of(pair, "r1")
+        put(source, payload, b"payload")
+        held = lease(pair, target, payload)
+        with monkeypatch.context() as patched:
+            interrupt_next(target, patched)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(held, end)()
+        held.release() if end == "release" else held.acknowledge()
+        if end == "release":
+            lease(pair, target, payload).acknowledge()
+        assert drained(pair, source) == 0
+
+
+def test_threads_that_end_one_lease_at_once_end_it_once(pair):
+    with (
+        pair.open_source(0, (0,), {}) as source,
+        pair.open_target(0, (0,), {}) as target,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        for number in range(50):
+            payload = payload_of(pair, f"r{number}")
+            put(source, payload, b"payload")
+            held = lease(pair, target, payload)
+            for done in [threads.submit(held.acknowledge) for _ in range(4)]:
+                done.result(timeout=60)
+        assert drained(pair, source) == 0
+        assert source.census()["released"] == 50
