@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Generator, Sequence
@@ -92,7 +93,9 @@ class MemoryTarget:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._closed = False
-        self._waits: set[_Wait] = set()
+        # In the order in which they began: of several that wait for one payload, the first gets it, so that of several
+        # payloads no two waits ever hold a part each.
+        self._waits: dict[_Wait, None] = {}
         self._announced: dict[PayloadId, None] = {}
         # When sources closed that this end had met.
         self._deaths: dict[Seat, float] = {}
@@ -118,9 +121,11 @@ class MemoryTarget:
                 yield known
         finally:
             with self._exchange.lock:
-                self._waits.discard(wait)
+                self._waits.pop(wait, None)
                 for payload in list(wait.asked):
                     wait.settle(payload)
+                if self._waits:
+                    self._exchange.changed.ring()
             if wait.leased is not None:
                 wait.leased.release()
 
@@ -193,7 +198,7 @@ class MemoryTarget:
     def _wait_for_one(self, wait: _Wait, deadline: float) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
         while True:
             with self._exchange.lock:
-                self._waits.add(wait)
+                self._waits.setdefault(wait)
                 returns = [self._deaths[seat] + RETURN_S for seat in self._missed(wait)]
             until = min([deadline, *(at for at in returns if at > time.monotonic())])
             known = self._exchange.changed.wait_for(partial(self._known, wait), until)
@@ -211,11 +216,19 @@ class MemoryTarget:
         """
         self._require_open()
         for payload, asked in wait.asked.items():
+            if self._is_earlier_ones(wait, payload):
+                continue
             outcome = self._outcome(wait, payload, asked)
             if outcome is not None:
                 wait.settle(payload)
+                if len(self._waits) > 1:
+                    self._exchange.changed.ring()
                 return payload, outcome
         return None
+
+    def _is_earlier_ones(self, wait: _Wait, payload: PayloadId) -> bool:
+        earlier = itertools.takewhile(lambda other: other is not wait, self._waits)
+        return any(payload in other.asked for other in earlier)
 
     def _outcome(self, wait: _Wait, payload: PayloadId, asked: MemorySource | None) -> MemoryLease | OmniKVError | None:
         seat = Seat(payload.source_rank)
