@@ -10,13 +10,14 @@ import xxhash
 from boxed_caches import Held, boxed_cache, carry, carry_piece, positions, value_of
 
 from omnikv import Edge, Layout, PagedKV, Parallel, PayloadId, Route
-from omnikv.core.boxes import Span
+from omnikv.core.boxes import Region, Span
 from omnikv.core.plan import Piece
+from omnikv.core.tokens import Stripe
 from omnikv.core.wire import Extension, Header, encode_head, lay_out, seal
 from omnikv.errors import ConfigError, RemoteProtocolError, WireError
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.cut import own_layers
-from omnikv.handoff.part import read_part
+from omnikv.handoff.part import _kept_content_of, read_part
 from omnikv.handoff.send import plan_piece
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import plan_payload
@@ -81,6 +82,26 @@ def test_regions_that_name_more_than_came_are_refused_however_large():
     identity, lease = sealed(piece, [layer()], regions=(region._replace(layers=Span(0, 1 << 50)),))
     with pytest.raises(RemoteProtocolError, match="sent 1 layers for the 1125899906842624 that it names"):
         read_part(identity, huge, lease, 0.0)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"heads": tuple(range(10_000))},
+        {"regions": (Region(Span(0, 1), (0,), ()),) * 10_000},
+        {"regions": (Region(Span(0, 1), tuple(range(10_000)), ()),)},
+        {"regions": (Region(Span(0, 1), (0, 1), (Stripe.of(0, 1),) * 10_000),)},
+    ],
+)
+def test_a_part_that_says_very_much_is_refused_in_few_words(stated):
+    [piece, *_] = ROUTE.pieces_to(0)
+    identity, lease = sealed(piece, [layer()], **stated)
+    kept = _kept_content_of.cache_info().misses
+    with pytest.raises(RemoteProtocolError, match="source rank 0 sent") as caught:
+        read_part(identity, piece, lease, 0.0)
+    assert len(str(caught.value)) < 1000
+    # Nor is it kept for the next of its shape: a few of them would fill the memory.
+    assert kept == _kept_content_of.cache_info().misses
 
 
 def decode_regions(piece):

@@ -15,7 +15,7 @@ from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
-from omnikv.core.wire import TensorSpan
+from omnikv.core.wire import Extension, Header, TensorSpan, show
 from omnikv.errors import RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
 from omnikv.tensors.kv import LayerKV
@@ -23,6 +23,11 @@ from omnikv.tensors.pack import DecodedPayload, decode_payload
 from omnikv.transports.base import Lease
 
 Shape: TypeAlias = "tuple[int, ...]"
+
+# Regions, and stripes of each, that a message lists before it shortens.
+_SHOWN = 4
+# Tensors, heads, regions and stripes of a head that is kept.
+_MOST_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,8 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
     _check_origin(payload, identity)
     header, extension = payload.header, payload.header.extension
     stated = (None, (), None) if extension is None else (extension.heads, extension.regions, extension.num_tokens)
-    content = _content_of(header.num_layers, header.spans, *stated, piece)
+    facts = (header.num_layers, header.spans, *stated, piece)
+    content = _kept_content_of(*facts) if _is_small(header) else _content_of(*facts)
     if isinstance(content, str):
         raise RemoteProtocolError(
             f"source rank {piece.source_rank}{content}", request_id=header.request_id, rank=piece.source_rank
@@ -96,8 +102,6 @@ class _Content(NamedTuple):
     num_tokens: int
 
 
-# What every part of one shape would repeat; its tensors have the shapes of its spans.
-@functools.lru_cache(maxsize=64)
 def _content_of(
     num_layers: int,
     spans: tuple[TensorSpan, ...],
@@ -111,7 +115,7 @@ def _content_of(
     for span in spans:
         shapes.setdefault(span.layer, {})[span.kind] = span.shape
     if heads is not None and heads != piece.heads:
-        return f" sent heads {list(heads)}, the route says {list(piece.heads)}"
+        return f" sent heads {show(list(heads))}, the route says {show(list(piece.heads))}"
     if len(shapes) < num_layers or not num_layers:
         return f" sent no layer {next((at for at in range(num_layers) if at not in shapes), 0)}"
     if not stated:
@@ -134,6 +138,17 @@ def _content_of(
         return f" sent {num_layers} layers for the {named} that it names"
     misfit = _find_misfit(piece, found, [shapes[layer] for layer in range(num_layers)], is_stated=bool(stated))
     return misfit or _Content(piece.heads, found, num_tokens)
+
+
+# What every part of one shape would repeat; its tensors have the shapes of its spans.
+_kept_content_of = functools.lru_cache(maxsize=64)(_content_of)
+
+
+def _is_small(header: Header) -> bool:
+    """Whether the head says so little that it may be kept: a peer may state megabytes."""
+    own = header.extension or Extension()
+    named = sum(1 + len(region.heads) + len(region.tokens) for region in own.regions)
+    return len(header.spans) + len(own.heads) + named <= _MOST_KEPT
 
 
 def _find_misfit(
@@ -164,8 +179,11 @@ def _fits(shape: Shape, rows: int, num_heads: int, *, is_state: bool) -> bool:
 
 
 def _spell(stated: Sequence[Region]) -> str:
-    return "; ".join(
-        f"layers {region.layers.start}-{region.layers.stop - 1} heads {list(region.heads)} tokens "
-        f"{[tuple(stripe) for stripe in region.tokens[:4]]}"
-        for region in stated
-    )
+    # Shortened throughout: a peer may state as much as fits into a head.
+    spelled = [
+        f"layers {region.layers.start}-{region.layers.stop - 1} heads {show(list(region.heads))} tokens "
+        f"{show([tuple(stripe) for stripe in region.tokens[:_SHOWN]])}"
+        for region in stated[:_SHOWN]
+    ]
+    more = len(stated) - _SHOWN
+    return "; ".join(spelled) + (f" and {more} regions more" if more > 0 else "")
