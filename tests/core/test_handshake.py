@@ -4,9 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnikv.core.boxes import Span
 from omnikv.core.handshake import ModelFacts, judge, model_differences
+from omnikv.core.keys import Edge
 from omnikv.core.layout import Layout
-from omnikv.core.partition import Parallel
+from omnikv.core.partition import LayerRule, Parallel
+from omnikv.core.reshard import Route
+from omnikv.core.tokens import State
 from omnikv.errors import ConfigError
 
 STACKED = Layout.stacked(16, dim=0).stating(dtype="bfloat16", rope="halves")
@@ -23,6 +27,16 @@ def facts(**changes):
         "receiver": Parallel(tp=6),
     }
     return ModelFacts(**{**stated, **changes}).texts()
+
+
+def test_what_is_stated_of_the_model_makes_its_route():
+    edge = Edge(from_stage="prefill", to_stage="decode")
+    sizes = {"sender": Parallel(tp=4, pp=2), "receiver": Parallel(tp=6)}
+    model = ModelFacts(num_layers=32, num_kv_heads=8, head_dim=128, value_head_dim=128, layout=STACKED, **sizes)
+    rules = [LayerRule(layers=Span(31, 32), num_heads=3, tokens=State())]
+    assert model.route(edge, rules) == Route.parallel(
+        edge, num_kv_heads=8, num_layers=32, source=Parallel(tp=4, pp=2), target=Parallel(tp=6), rules=rules
+    )
 
 
 def without(name, statement):

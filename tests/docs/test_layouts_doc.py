@@ -1,4 +1,4 @@
-"""The page on layouts: its program runs, and every layout in its table is one."""
+"""The page on layouts: its programs run, and every layout in its table is one."""
 
 import re
 from pathlib import Path
@@ -16,6 +16,11 @@ def test_the_program_hands_over_what_it_says():
     sent = names["pool"][0][[5, 2]].flatten(0, 1)[:24].bfloat16()
     keys = names["there"][3].view(3, 2, 24 * 64)[:, 0].view(3, 64, 24).permute(2, 0, 1)
     assert torch.equal(keys, sent)
+
+
+def test_a_model_is_stated_once_and_its_route_carries_a_request():
+    _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(program, {})
 
 
 def test_every_layout_of_the_table_is_one_of_the_shape_beside_it():

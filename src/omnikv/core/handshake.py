@@ -11,14 +11,16 @@ Which life of a process speaks, and in which version of the protocol, is the gre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from omnikv.core.dtypes import convertible
+from omnikv.core.keys import Edge
 from omnikv.core.layout import Layout, is_count
-from omnikv.core.partition import Parallel
+from omnikv.core.partition import LayerRule, Parallel
+from omnikv.core.reshard import Route
 from omnikv.errors import ConfigError
 
 PREFIX = "model."
@@ -61,6 +63,23 @@ class ModelFacts:
         if not isinstance(self.layout, Layout) or self.layout.dtype is None:
             layout = self.layout.describe() if isinstance(self.layout, Layout) else self.layout
             raise ConfigError(f"the layout {layout!r} states no dtype; add it with .stating(dtype=...)")
+
+    def route(self, edge: Edge, rules: Sequence[LayerRule] = ()) -> Route:
+        """The route of this model over `edge`: sizes and counts are stated once, and both sides compare them.
+
+        Values in 8 bits travel with their scales, as two entries a layer: make their route by `Route.parallel`.
+
+        Raises:
+            TopologyError: sizes, layers and `rules` do not fit together.
+        """
+        return Route.parallel(
+            edge,
+            num_kv_heads=self.num_kv_heads,
+            num_layers=self.num_layers,
+            source=self.sender,
+            target=self.receiver,
+            rules=rules,
+        )
 
     def texts(self) -> dict[str, str]:
         """The facts as text by name, as a greeting carries them."""
