@@ -73,7 +73,9 @@ class MemorySource:
         """Room for all payloads or for none, waited for until `deadline`."""
         tickets: list[Ticket[memoryview]] = []
         with ExitStack() as on_failure:
-            on_failure.callback(self._drop_all, tickets)
+            # Twice, since Ctrl-C may come while the first of them waits for the lock.
+            for _ in range(2):
+                on_failure.callback(self._drop_all, tickets)
             with self._exchange.lock:
                 self._require_open()
                 for wanted in requests:

@@ -145,15 +145,18 @@ class Offers(Generic[Room]):
     def reserve_all(self, requests: Sequence[PutRequest], deadline: float) -> list[Slot]:
         """Room for all payloads or for none; finding it may take long and happens outside of the lock."""
         tickets: list[Ticket[Room]] = []
+        rooms: list[Room] = []
         with ExitStack() as on_failure:
-            # Long enough to be interrupted; the identities must be free again whatever ends it.
-            on_failure.callback(self._drop_all, tickets)
+            # Long enough to be interrupted; identities and room must be free again whatever ends it. Twice, since
+            # Ctrl-C may come while the first of them waits for the lock.
+            for _ in range(2):
+                on_failure.callback(self._undo, tickets, rooms)
             with self._lock:
                 self._require_open()
                 for wanted in requests:
                     readers = wanted.num_readers or self._endpoint.num_readers
                     tickets.append(self._ledger.reserve(wanted.payload, readers, time.monotonic()))
-            rooms = self._admit(requests, deadline)
+            self._admit(requests, deadline, rooms)
             with self._lock:
                 # Where it is closed by now, the shelf is too, and the rooms with it.
                 self._require_open()
@@ -267,10 +270,10 @@ class Offers(Generic[Room]):
         self._ledger.clear(time.monotonic())
         self._settled.ring()
 
-    def _admit(self, requests: Sequence[PutRequest], deadline: float) -> list[Room]:
+    def _admit(self, requests: Sequence[PutRequest], deadline: float, rooms: list[Room]) -> None:
         sizes = [wanted.nbytes for wanted in requests]
         try:
-            return self._waiting_room.admit(lambda: self._shelf.take(sizes), deadline, self._while_waiting)
+            self._waiting_room.admit(lambda: rooms.extend(self._shelf.take(sizes)), deadline, self._while_waiting)
         except TransportError as error:
             payload = requests[0].payload
             error.request_id, error.key, error.rank = payload.transfer_id, payload.encode(), payload.source_rank
@@ -281,9 +284,13 @@ class Offers(Generic[Room]):
         # What expires is freed by the loop's thread.
         return math.inf
 
-    def _drop_all(self, tickets: Sequence[Ticket[Room]]) -> None:
-        for ticket in tickets:
-            self.drop(ticket)
+    def _undo(self, tickets: Sequence[Ticket[Room]], rooms: Sequence[Room]) -> None:
+        with self._lock:
+            # A room that no life has yet is freed with its life.
+            for ticket, room in zip(tickets, rooms, strict=False):
+                self._ledger.furnish(ticket, room)
+            for ticket in tickets:
+                self._ledger.drop(ticket, time.monotonic())
 
     def _free(self, room: Room) -> None:
         self._shelf.give(room)

@@ -65,9 +65,16 @@ class WaitingRoom:
         finally:
             # A raised error refers to this frame, which must not refer to it.
             no_room = None
-            with self._lock:
-                self._turns.pop(ticket, None)
-                self._step(admission.Leave(ticket))
+            try:
+                self._leave(ticket)
+            finally:
+                # Twice: Ctrl-C may come while the first waits for the lock, and who stays in the row keeps others out.
+                self._leave(ticket)
+
+    def _leave(self, ticket: int) -> None:
+        with self._lock:
+            self._turns.pop(ticket, None)
+            self._step(admission.Leave(ticket))
 
     def _wait(self, ticket: int, deadline: float, look: Callable[[], float]) -> int | None:
         until = deadline
