@@ -10,12 +10,10 @@ Pure: requests are tickets, any numbers that are given out once; how much room t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The tickets that wait for room, in order, and how often room was freed."""
 
     waiting: tuple[int, ...] = ()
@@ -68,16 +66,17 @@ def step(row: Row, event: Event) -> tuple[Row, tuple[Try, ...]]:
                 return row, (Try(ticket, row.freed),)
             return _wait(row, ticket, is_patient), ()
         case RoomFreed():
-            row = replace(row, freed=row.freed + 1)
+            row = Row(row.waiting, row.freed + 1)
             return row, _first(row)
         case Leave(ticket):
-            rest = tuple(other for other in row.waiting if other != ticket)
-            after = replace(row, waiting=rest)
-            return after, _first(after) if row.waiting[:1] == (ticket,) else ()
+            if ticket not in row.waiting:
+                return row, ()
+            after = Row(tuple(other for other in row.waiting if other != ticket), row.freed)
+            return after, _first(after) if row.waiting[0] == ticket else ()
 
 
 def _wait(row: Row, ticket: int, is_patient: bool) -> Row:
-    return replace(row, waiting=(*row.waiting, ticket)) if is_patient and ticket not in row.waiting else row
+    return Row((*row.waiting, ticket), row.freed) if is_patient and ticket not in row.waiting else row
 
 
 def _first(row: Row) -> tuple[Try, ...]:

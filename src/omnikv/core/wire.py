@@ -272,8 +272,8 @@ def _spell_metadata(metadata: Mapping[str, Any]) -> str:
     return text
 
 
-def _to_json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+# Made once: making one takes longer than spelling a short value.
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 # The requests of one model come in few shapes, and spelling out a hundred tensors takes longer than moving them.
@@ -315,13 +315,8 @@ def parse_json(text: str) -> Any:
         ValueError: `text` is no such JSON.
         RecursionError: it is nested deeper than the interpreter allows.
     """
-    return json.loads(
-        text,
-        object_pairs_hook=_distinct,
-        parse_int=_bounded_integer,
-        parse_float=_finite,
-        parse_constant=_no_constant,
-    )
+    found: Any = _strict_json.decode(text)
+    return found
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -346,3 +341,11 @@ def _finite(digits: str) -> float:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+_strict_json = json.JSONDecoder(
+    object_pairs_hook=_distinct,
+    parse_int=_bounded_integer,
+    parse_float=_finite,
+    parse_constant=_no_constant,
+)

@@ -172,7 +172,9 @@ class KVSender(_RouteEnd):
         """
         started = time.monotonic()
         wait_s = self.config.admission_timeout_s if timeout_s is None else seconds(timeout_s)
-        own = replace(own_layers(layers, self.route.source_boxes[self.rank], num_tokens), dtype=self._dtype)
+        own = own_layers(layers, self.route.source_boxes[self.rank], num_tokens)
+        if self._dtype is not None:
+            own = replace(own, dtype=self._dtype)
         plain = self.route.is_plain
         plans = [
             (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))

@@ -58,9 +58,10 @@ def own_layers(layers: Layers, boxes: Boxes, num_tokens: int | None = None) -> O
     pairs = []
     for index, pair in enumerate(layers):
         pairs.append(_checked_pair(index, pair, _box_of(index, boxes)))
-    total = _total_tokens(num_tokens, boxes, [pair[0].shape[0] for pair in pairs])
+    rows = [pair[0].shape[0] for pair in pairs]
+    total = _total_tokens(num_tokens, [rows[at] for at in range(found) if _box_of(at, boxes).tokens == ALL_TOKENS])
     if boxes == (Box(heads=boxes[0].heads),):
-        _require_counted(total, max(pair[0].shape[0] for pair in pairs))
+        _require_counted(total, max(rows))
     else:
         for index, (key, _) in enumerate(pairs):
             _require_rows(f"layer {index}", key.shape[0], _box_of(index, boxes), total)
@@ -112,7 +113,7 @@ def _source(tensor: torch.Tensor, rows: Stripes | None, head_positions: HeadIds)
 
 
 def _own_paged(paged: PagedKV, boxes: Boxes, num_tokens: int | None) -> OwnLayers:
-    total = _total_tokens(num_tokens, boxes, [paged.num_tokens] * paged.num_layers)
+    total = _total_tokens(num_tokens, [paged.num_tokens for box in boxes if box.tokens == ALL_TOKENS])
     for box in boxes:
         if paged.num_heads != len(box.heads):
             raise ConfigError(_head_count_message("the paged cache", paged.num_heads, len(box.heads)))
@@ -120,16 +121,15 @@ def _own_paged(paged: PagedKV, boxes: Boxes, num_tokens: int | None) -> OwnLayer
     return OwnLayers(layers=paged, boxes=boxes, num_tokens=total)
 
 
-def _total_tokens(stated: int | None, boxes: Boxes, rows: Sequence[int]) -> int:
-    """How many tokens the request has."""
+def _total_tokens(stated: int | None, rows: Sequence[int]) -> int:
+    """How many tokens the request has, of which layers that hold all tokens have so many `rows`."""
     if stated is not None:
         if type(stated) is not int or stated < 0:
             raise ConfigError(f"num_tokens must be the request's number of tokens, got {stated!r}")
         return stated
     # Where nothing tells the layers apart, those that hold fewer tokens are windows.
-    of_whole_layers = [rows[at] for at in range(len(rows)) if _box_of(at, boxes).tokens == ALL_TOKENS]
-    if of_whole_layers:
-        return max(of_whole_layers)
+    if rows:
+        return max(rows)
     raise ConfigError(
         "this rank holds a share of the request's tokens only, so it cannot tell how many there are; pass num_tokens="
     )

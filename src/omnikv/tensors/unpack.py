@@ -166,20 +166,21 @@ def contiguous_bytes(buffer: bytes | bytearray | memoryview) -> memoryview:
 def as_layers(header: Header, data: torch.Tensor) -> list[LayerKV | None]:
     """The layers of a payload whose data bytes are `data`, a 1-D uint8 tensor."""
     tensors = span_views(data, header.spans)
-    return [
-        None if places is None else LayerKV(tensors[places[0]], tensors[places[1]])
-        for places in _places_of_layers(header.num_layers, header.spans)
-    ]
+    places = _places_of_layers(header.num_layers, header.spans)
+    if places is None:
+        return list(map(LayerKV._make, zip(tensors[: header.num_layers], tensors[header.num_layers :], strict=True)))
+    return [None if place is None else LayerKV(tensors[place[0]], tensors[place[1]]) for place in places]
 
 
 # What follows from spans alone is worked out once for each shape of request.
 @functools.lru_cache(maxsize=64)
-def _places_of_layers(num_layers: int, spans: tuple[TensorSpan, ...]) -> tuple[tuple[int, int] | None, ...]:
-    """Which of `spans` are the key and the value of each layer."""
+def _places_of_layers(num_layers: int, spans: tuple[TensorSpan, ...]) -> tuple[tuple[int, int] | None, ...] | None:
+    """Which of `spans` are the key and the value of each layer; None where all keys come first, and no layer lacks."""
     found = {(span.kind, span.layer): place for place, span in enumerate(spans)}
-    return tuple(
+    places = tuple(
         (found["key", layer], found["value", layer]) if ("key", layer) in found else None for layer in range(num_layers)
     )
+    return None if places == tuple((layer, num_layers + layer) for layer in range(num_layers)) else places
 
 
 def span_views(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> Sequence[torch.Tensor]:
