@@ -3,9 +3,10 @@
 import json
 import os
 import sys
+import time
 
 from omnikv.core.keys import Edge, PayloadId
-from omnikv.transports.base import Endpoint
+from omnikv.transports.base import Endpoint, PutRequest
 from omnikv.transports.registry import open_transport
 
 
@@ -21,7 +22,9 @@ def main():
         for line in sys.stdin:
             transfer_id, byte, nbytes = json.loads(line)
             payload = PayloadId(edge=edge, transfer_id=transfer_id, source_rank=0, target_rank=0)
-            with source.reserve(payload, nbytes) as slot:
+            # The last acknowledgement may be on its way.
+            (reserved,) = source.reserve_all([PutRequest(payload, nbytes)], deadline=time.monotonic() + 60)
+            with reserved as slot:
                 piece = bytes([byte]) * min(nbytes, 1 << 20)
                 for begin in range(0, nbytes, len(piece)):
                     part = slot.buffer[begin : begin + len(piece)]

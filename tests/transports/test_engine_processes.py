@@ -45,6 +45,8 @@ class Source:
         self.end()
 
     def end(self):
+        if self.process.stdout.closed:
+            return
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
@@ -120,6 +122,13 @@ def test_a_source_killed_in_mid_payload_is_known_and_twenty_requests_of_its_next
         with target.get(pair.payload(f"r{number}"), deadline=soon()) as lease:
             assert bytes(lease.buffer) == bytes([number]) * 99_999 + bytes([number + 1])
             lease.acknowledge()
+
+
+def test_a_process_that_used_an_engine_ends_as_it_wants_to(pair):
+    source = pair.source()
+    source.put("r", 1, 1000)
+    source.end()
+    assert source.process.returncode == 0
 
 
 @pytest.mark.slow

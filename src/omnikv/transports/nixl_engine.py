@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import threading
 import uuid
+from pathlib import Path
 from typing import Any
 
 from omnikv.errors import TransportUnavailable
@@ -22,6 +24,7 @@ NAME = "nixl"
 _INSTALL = "install it with `pip install 'omnikv[nixl]'`"
 _BACKEND = "UCX"
 _HOST_MEMORY = "DRAM"
+_ADAPTERS = Path("/sys/class/infiniband")
 
 
 class NixlEngine:
@@ -41,6 +44,10 @@ class NixlEngine:
             raise TransportUnavailable(
                 f"{NAME}: NIXL cannot be loaded ({error}): {_INSTALL}", transport=NAME
             ) from error
+        if not _ADAPTERS.is_dir():
+            # UCX would load the system's RDMA library beside the package's own copies of what that needs, and the
+            # process would end by SIGSEGV at its exit. Without an adapter there is nothing to load it for.
+            os.environ.setdefault("UCX_MODULES", "^ib")
         try:
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             self._agent = api.nixl_agent(uuid.uuid4().hex, settings)
