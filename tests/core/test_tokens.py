@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from omnikv.core.stripes import first_gap, meet, rows_of
 from omnikv.core.tokens import (
     Chunks,
     Cyclic,
@@ -13,10 +14,7 @@ from omnikv.core.tokens import (
     State,
     Stripe,
     count,
-    first_gap,
     may_meet,
-    meet,
-    rows_of,
     telling_count,
     without_windows,
 )

@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from omnikv.core.boxes import HeadIds, Region, Span, spell_region
-from omnikv.core.tokens import Stripes, count, first_gap, meet
+from omnikv.core.stripes import first_gap, meet
+from omnikv.core.tokens import Stripes, count
 
 
 class Part(NamedTuple):

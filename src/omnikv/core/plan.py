@@ -14,13 +14,12 @@ from typing import TypeAlias
 
 from omnikv.core.boxes import Box, Boxes, HeadIds, Region, Span, regions, spell_stage
 from omnikv.core.coverage import Part, find_flaw, segments
+from omnikv.core.stripes import meet, rows_of
 from omnikv.core.tokens import (
     LastTokens,
     Stripes,
     TokenShare,
     may_meet,
-    meet,
-    rows_of,
     telling_count,
     without_windows,
 )

@@ -1,9 +1,7 @@
 """Which tokens of a request a rank holds: a share, declared before the number of tokens is known.
 
 A share becomes *stripes* once a request's tokens are counted: runs of equal length at equal distances, so that a rank
-of an interleaved stage holds one small value rather than thousands of ranges. Everything a plan needs of shares is the
-intersection of two stripes, which is stripes again: within one common period the runs are met one by one, and what
-comes out repeats.
+of an interleaved stage holds one small value rather than thousands of ranges (`omnikv.core.stripes`).
 
 Whether two shares can meet at all is told for every number of tokens at once, so that both ends know who deals with
 whom before the first request.
@@ -11,12 +9,10 @@ whom before the first request.
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from omnikv.errors import TopologyError
@@ -203,104 +199,6 @@ def without_windows(share: TokenShare) -> TokenShare:
     return ALL_TOKENS if isinstance(share, LastTokens) else share
 
 
-def meet(one: Stripes, other: Stripes) -> Stripes:
-    """The positions that both hold, stripe of `one` by stripe of `other`."""
-    others = sorted(other)
-    starts = [stripe.start for stripe in others]
-    # How far those up to each reach: an interleaved share may come as thousands of stripes, of which few are near.
-    reaches = list(accumulate((stripe.stop for stripe in others), max))
-    return tuple(
-        found
-        for a in one
-        for b in others[bisect_right(reaches, a.start) : bisect_left(starts, a.stop)]
-        for found in _meet(a, b)
-    )
-
-
-def _meet(a: Stripe, b: Stripe) -> Iterator[Stripe]:
-    start, stop = max(a.start, b.start), min(a.stop, b.stop)
-    if start >= stop:
-        return
-    fine, coarse = sorted((a, b), key=lambda stripe: (stripe.times == 1, stripe.stride))
-    # Met either within each run of the coarse one, or within one common period; whichever is told in fewer stripes.
-    period = math.lcm(fine.stride, coarse.stride)
-    in_a_period = period // coarse.stride * max(1, coarse.length // fine.stride)
-    if coarse.times == 1 or (stop - start) // coarse.stride <= in_a_period:
-        for run in _runs_between(coarse, start, stop):
-            yield from _within(fine, *run)
-        return
-    for run_start, run_stop in _meet_runs(a, b, start, min(stop, start + period)):
-        length = run_stop - run_start
-        times = (stop - run_start - length) // period + 1
-        yield Stripe(run_start, length, period if times > 1 else length, times)
-        rest = run_start + times * period
-        if rest < stop:
-            yield Stripe.of(rest, stop)
-
-
-def _within(stripe: Stripe, start: int, stop: int) -> Iterator[Stripe]:
-    """What of the stripe lies between: its whole runs as one stripe, and one that is cut at either end."""
-    first = max(0, -((stripe.start - start) // stripe.stride))
-    if first:
-        end = stripe.start + (first - 1) * stripe.stride + stripe.length
-        if end > start:
-            yield Stripe.of(start, min(end, stop))
-    at = stripe.start + first * stripe.stride
-    whole = max(0, min(stripe.times - first, (stop - at - stripe.length) // stripe.stride + 1))
-    if whole:
-        yield Stripe(at, stripe.length, stripe.stride if whole > 1 else stripe.length, whole)
-    at += whole * stripe.stride
-    if first + whole < stripe.times and at < stop:
-        yield Stripe.of(at, stop)
-
-
-def _meet_runs(a: Stripe, b: Stripe, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The runs from `start` to before `stop` that lie in both."""
-    others = _runs_between(b, start, stop)
-    other = next(others, None)
-    for low, high in _runs_between(a, start, stop):
-        while other is not None and other[0] < high:
-            if low < other[1]:
-                yield max(low, other[0]), min(high, other[1])
-            if other[1] > high:
-                break
-            other = next(others, None)
-
-
-def _runs_between(stripe: Stripe, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    first = max(0, (start - stripe.start) // stripe.stride)
-    for at in range(first, stripe.times):
-        low = stripe.start + at * stripe.stride
-        if low >= stop:
-            return
-        low, high = max(low, start), min(low + stripe.length, stop)
-        if low < high:
-            yield low, high
-
-
-def rows_of(inner: Stripes, outer: Stripes) -> Stripes:
-    """Where the positions of `inner` lie among those of `outer`, counted in the order in which a rank holds them.
-
-    `inner` must come from `meet` with `outer`: then each of its stripes lies in one stripe of `outer`, within a single
-    run of it or repeating with a multiple of its period.
-    """
-    return tuple(_rows(stripe, outer) for stripe in inner)
-
-
-def _rows(inner: Stripe, outer: Stripes) -> Stripe:
-    before = 0
-    for stripe in outer:
-        if stripe.start <= inner.start and inner.stop <= stripe.stop:
-            turns, offset = divmod(inner.start - stripe.start, stripe.stride)
-            start = before + turns * stripe.length + offset
-            if offset + inner.stop - inner.start <= stripe.length:
-                return inner._replace(start=start)
-            if offset + inner.length <= stripe.length:
-                return inner._replace(start=start, stride=inner.stride // stripe.stride * stripe.length)
-        before += stripe.size
-    raise TopologyError(f"{inner} lies in none of {list(outer)}")
-
-
 def count(stripes: Iterable[Stripe]) -> int:
     """How many positions the stripes hold."""
     return sum(stripe.size for stripe in stripes)
@@ -309,22 +207,3 @@ def count(stripes: Iterable[Stripe]) -> int:
 def is_everything(rows: Stripes, num_rows: int) -> bool:
     """Whether `rows` are the rows 0 to before `num_rows`, in order."""
     return rows == (Stripe.of(0, num_rows),)
-
-
-def first_gap(needed: Stripes, held: Sequence[Stripes]) -> tuple[int, int] | None:
-    """The first run of `needed` positions that none of `held` has, or None."""
-    # One run after another, and no further than the gap: an interleaved share has more of them than need be kept.
-    covered = _merged_runs(stripe for stripes in held for stripe in meet(needed, stripes))
-    run = next(covered, None)
-    for start, stop in _merged_runs(needed):
-        while start < stop:
-            while run is not None and run[1] <= start:
-                run = next(covered, None)
-            if run is None or run[0] > start:
-                return start, stop if run is None else min(stop, run[0])
-            start = run[1]
-    return None
-
-
-def _merged_runs(stripes: Iterable[Stripe]) -> Iterator[tuple[int, int]]:
-    return heapq.merge(*(stripe.runs() for stripe in stripes))
