@@ -55,6 +55,8 @@ _ENDS: dict[Phase, EndName] = {
     Phase.FAILED: "failed",
     Phase.ABORTED: "aborted",
 }
+# Compared by identity; looking one up hashes it, in Python.
+_GOING_ON = (Phase.ABSENT, Phase.ANNOUNCED, Phase.READY)
 
 
 class Grip(NamedTuple):
@@ -86,7 +88,7 @@ class Life(NamedTuple):
     @property
     def is_over(self) -> bool:
         """Whether the latest generation has ended in a way that is remembered."""
-        return self.phase in _ENDS
+        return self.phase not in _GOING_ON
 
 
 class Reserve(NamedTuple):
@@ -195,9 +197,8 @@ def answer(life: Life, reader: int) -> Answer | End:
 
     Of a life whose time may have come, ask after `TimePassed`.
     """
-    how = _ENDS.get(life.phase)
-    if how is not None:
-        return End(how, life.generation, life.cause)
+    if life.is_over:
+        return End(_ENDS[life.phase], life.generation, life.cause)
     if life.phase is Phase.ABSENT:
         return Answer.WAIT
     if reader in life.done:
