@@ -19,6 +19,8 @@ from omnikv.errors import TopologyError
 
 def meet(one: Stripes, other: Stripes) -> Stripes:
     """The positions that both hold, stripe of `one` by stripe of `other`."""
+    if len(one) == len(other) == 1:
+        return tuple(_meet(one[0], other[0]))
     others = sorted(other)
     starts = [stripe.start for stripe in others]
     # How far those up to each reach: an interleaved share may come as thousands of stripes, of which few are near.
