@@ -15,13 +15,15 @@ from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shm_pool import Room
 from omnikv.transports.stream_frames import frame
 from omnikv.transports.tcp_lanes import Lane
-from omnikv.transports.tcp_messages import PIECE, PIECE_NBYTES, Pull, Stop
+from omnikv.transports.tcp_messages import LONGEST_PIECE_NBYTES, PIECE, Pull, Stop
 
 if TYPE_CHECKING:
     from omnikv.transports.tcp_window import TcpWindow
 
 # How much of one lane is read before the others get their turn.
 TURN_NBYTES = 4 << 20
+# Where bytes are read to that nobody wants any more.
+SCRATCH_NBYTES = 256 << 10
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -63,11 +65,13 @@ class PullingLane(Lane):
         self._out = b""
         self._head = bytearray(PIECE.size)
         self._head_nbytes = 0
-        # What the piece under way still lacks: its place, or scratch, and the transfer that it belongs to.
+        # What the piece under way still lacks: its place and the transfer that it belongs to, or scratch, and how many
+        # bytes more than that are to be thrown away.
         self._rest: memoryview = memoryview(b"")
-        self._offset = 0
+        self._begin = self._end = 0
         self._transfer: Transfer | None = None
         self._scratch = memoryview(b"")
+        self._unwanted_nbytes = 0
 
     @property
     def wants_write(self) -> bool:
@@ -97,7 +101,7 @@ class PullingLane(Lane):
             self._say(Stop(transfer.number))
         if self._transfer is transfer:
             self._transfer = None
-            self._rest = self._scratch_of(len(self._rest))
+            self._throw_away(len(self._rest))
 
     def read(self) -> bool:
         """Whether there may be more; receives pieces in their places."""
@@ -121,6 +125,8 @@ class PullingLane(Lane):
 
     def gone(self) -> None:
         """Nothing; what it carried goes on over the next one."""
+        if self._transfer is not None and self._end - len(self._rest) > self._begin:
+            self._transfer.received.add(self._begin, self._end - len(self._rest))
         for transfer in self._pulled.values():
             transfer.lane = None
         self._pulled.clear()
@@ -145,34 +151,41 @@ class PullingLane(Lane):
         received = self.stream.read_into(self._rest)
         if received:
             self._rest = self._rest[received:]
-            transfer = self._transfer
-            if transfer is not None:
-                transfer.received.add(self._offset, self._offset + received)
-                self._offset += received
-                if transfer.is_whole:
-                    self._pulled.pop(transfer.number, None)
-                    self._transfer = transfer.lane = None
-                    self._window.received(transfer)
+            if not self._rest:
+                self._end_piece()
         return received
 
     def _begin_piece(self, number: int, offset: int, nbytes: int) -> None:
         transfer = self._transfer = self._pulled.get(number)
-        if nbytes > PIECE_NBYTES:
-            raise RemoteProtocolError(f"a piece of {nbytes} bytes, at most {PIECE_NBYTES} are taken")
+        if nbytes > LONGEST_PIECE_NBYTES:
+            raise RemoteProtocolError(f"a piece of {nbytes} bytes, at most {LONGEST_PIECE_NBYTES} are taken")
         if transfer is None:
             # Given up after the source had begun to send it.
-            self._rest = self._scratch_of(nbytes)
+            self._throw_away(nbytes)
         elif not nbytes:
             self._pulled.pop(number)
             self._transfer = transfer.lane = None
             self._window.lost(transfer)
         else:
             transfer.received.check(offset, offset + nbytes)
-            self._offset = offset
+            self._begin, self._end = offset, offset + nbytes
             assert transfer.room is not None
             self._rest = transfer.room.view[offset : offset + nbytes]
 
-    def _scratch_of(self, nbytes: int) -> memoryview:
-        if not self._scratch:
-            self._scratch = memoryview(bytearray(PIECE_NBYTES))
-        return self._scratch[:nbytes]
+    def _end_piece(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            self._throw_away(self._unwanted_nbytes)
+            return
+        transfer.received.add(self._begin, self._end)
+        if transfer.is_whole:
+            self._pulled.pop(transfer.number, None)
+            transfer.lane = None
+            self._window.received(transfer)
+
+    def _throw_away(self, nbytes: int) -> None:
+        """Nothing; the next `nbytes` are read and kept nowhere."""
+        if nbytes and not self._scratch:
+            self._scratch = memoryview(bytearray(SCRATCH_NBYTES))
+        self._rest = self._scratch[:nbytes]
+        self._unwanted_nbytes = nbytes - len(self._rest)

@@ -6,7 +6,7 @@ piece under way is out, and the pull is told that the rest is gone.
 
 The pieces of a stretch go out in the order in which they were written, which lets them travel while the rest is being
 written; a piece that is repeated after a lane broke comes in the same order. Pulls of one lane take turns piece by
-piece, so that a small payload does not wait for a large one.
+piece, so that a small payload does not wait for a large one; the pieces of one that is alone are longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from omnikv.transports.proved_stream import Stream
 from omnikv.transports.shm_pool import Pool, Room
 from omnikv.transports.stream_frames import FrameCutter
 from omnikv.transports.tcp_lanes import Lane, LaneThread
-from omnikv.transports.tcp_messages import MAX_PULL_NBYTES, PIECE, PIECE_NBYTES, Coming, FromPuller, Leased, Pull
+from omnikv.transports.tcp_messages import (
+    LONGEST_PIECE_NBYTES,
+    MAX_PULL_NBYTES,
+    PIECE,
+    PIECE_NBYTES,
+    Coming,
+    FromPuller,
+    Leased,
+    Pull,
+)
 
 # How much of one lane goes out before the others get their turn.
 TURN_NBYTES = 4 << 20
@@ -241,14 +250,14 @@ class _Send:
         """Whether there is nothing more to say."""
         return self.is_stopped or (self.stretch.is_whole and not self.stretch.is_over and not self._seek())
 
-    def next_piece(self) -> tuple[int, memoryview]:
+    def next_piece(self, longest_nbytes: int) -> tuple[int, memoryview]:
         """Where the next bytes belong, and they themselves: none where the payload is gone."""
         if self.stretch.is_over:
             self.is_stopped = True
             return 0, memoryview(b"")
         begin, end = self.stretch.written[self._index]
         start = begin + self._within
-        stop = min(end, start + PIECE_NBYTES)
+        stop = min(end, start + longest_nbytes)
         self._within += stop - start
         return start, self.stretch.room.view[start:stop]
 
@@ -355,11 +364,12 @@ class ServingLane(Lane):
     def _start_piece(self) -> bool:
         """Whether a piece is under way now: the next one of the pull whose turn it is."""
         self.sweep()
+        longest_nbytes = PIECE_NBYTES if len(self._sends) > 1 else LONGEST_PIECE_NBYTES
         for _ in range(len(self._sends)):
             send = self._sends[0]
             self._sends.rotate(-1)
             if send.has_piece:
-                offset, piece = send.next_piece()
+                offset, piece = send.next_piece(longest_nbytes)
                 self._out = [memoryview(PIECE.pack(send.pull, offset, len(piece))), *([piece] if piece else [])]
                 self.moved_at = time.monotonic()
                 return True
