@@ -15,7 +15,6 @@ from omnikv.core import landing as core
 from omnikv.core.extents import Extents
 from omnikv.core.landing import Landing, Phase
 from omnikv.errors import LocalProtocolError, PutRejected
-from omnikv.transports.bell import Bell
 from omnikv.transports.waiting_room import WaitingRoom
 
 ALIGN_NBYTES = 64
@@ -61,8 +60,7 @@ class LandingPool:
         self._extents = Extents(memory.nbytes, align_nbytes=ALIGN_NBYTES)
         self._rooms: dict[int, LandingRoom] = {}
         self._lock = threading.Lock()
-        self._bell = Bell(self._lock)
-        self._waiting_room = WaitingRoom(name, self._lock, self._bell)
+        self._waiting_room = WaitingRoom(name, self._lock)
 
     @property
     def free_nbytes(self) -> int:
@@ -105,7 +103,7 @@ class LandingPool:
             for room in [room for room in self._rooms.values() if room.writer == writer]:
                 self._step(room, event)
             # Whoever waits may have to look earlier now.
-            self._bell.ring()
+            self._waiting_room.look_again()
 
     def _take(self, nbytes: int, writer: Hashable) -> LandingRoom:
         with self._lock:

@@ -61,7 +61,7 @@ class MemorySource:
             self._ledger: Ledger[memoryview] = Ledger(
                 "memory", ttl_s=endpoint.payload_ttl_s, free=self._free, look_again=self._ring
             )
-            self._waiting_room = WaitingRoom("memory", exchange.lock, exchange.changed)
+            self._waiting_room = WaitingRoom("memory", exchange.lock)
             if endpoint.seat in exchange.sources:
                 raise ConfigError(f"memory: {describe(endpoint)} is already open in this process; close it first")
             exchange.sources[endpoint.seat] = self
@@ -139,6 +139,7 @@ class MemorySource:
             for target in self._exchange.targets.values():
                 target.lost(self.endpoint.seat, now)
             self._exchange.changed.ring()
+            self._waiting_room.look_again()
 
     def ask(self, payload: PayloadId, target: MemoryTarget) -> Grant[memoryview] | End | None:
         """A lease for `target`, or how the payload's life ended, or None: not yet."""
@@ -155,6 +156,7 @@ class MemorySource:
     def no_interest(self, payload: PayloadId, who: object) -> None:
         """Nothing; not any more."""
         self._ledger.no_interest(payload, who, time.monotonic())
+        self._look_at_expiry()
 
     def end_lease(self, lease: int, holder: MemoryTarget, *, used: bool) -> None:
         """Nothing; the payload was used, or goes back."""
@@ -168,6 +170,12 @@ class MemorySource:
 
     def _ring(self, _payload: PayloadId) -> None:
         self._exchange.changed.ring()
+        self._look_at_expiry()
+
+    def _look_at_expiry(self) -> None:
+        """Nothing; whoever waits for room learns when the next payload expires, since no thread here looks for it."""
+        if self._ledger.next_expiry is not None:
+            self._waiting_room.look_again()
 
     def _require_open(self) -> None:
         if self._closed:

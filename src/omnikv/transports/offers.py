@@ -135,7 +135,7 @@ class Offers(Generic[Room]):
         self._lock = lock
         self._require_open = require_open
         self._settled = Bell(lock)
-        self._waiting_room = WaitingRoom(name, lock, self._settled)
+        self._waiting_room = WaitingRoom(name, lock)
         self._ledger: Ledger[Room] = Ledger(name, ttl_s=endpoint.payload_ttl_s, free=self._free, look_again=self._serve)
         # Who waits for a payload, first come first served; and by link, what it asks for and what it has announced.
         self._waiting: dict[PayloadId, dict[tuple[Link, int], None]] = {}
@@ -268,6 +268,7 @@ class Offers(Generic[Room]):
         # Closed first, so that what is still leased or written is given back to nobody who would overwrite it.
         self._shelf.close()
         self._ledger.clear(time.monotonic())
+        self._waiting_room.look_again()
         self._settled.ring()
 
     def _admit(self, requests: Sequence[PutRequest], deadline: float, rooms: list[Room]) -> None:

@@ -18,12 +18,15 @@ EARLIER = -1
 
 
 class WaitingRoom:
-    """Lets requests at a memory of limited size, first come first served. `lock` guards the row and is `bell`'s."""
+    """Lets requests at a memory of limited size, first come first served. `lock` guards the row.
 
-    def __init__(self, transport: str, lock: threading.Lock, bell: Bell) -> None:
+    Each that waits has a bell of its own: of a thousand, room that comes back wakes one.
+    """
+
+    def __init__(self, transport: str, lock: threading.Lock) -> None:
         self._transport = transport
         self._lock = lock
-        self._bell = bell
+        self._bells: dict[int, Bell] = {}
         self._row = admission.Row()
         self._next_ticket = 1
         # Whom the row lets try, and at which count of freed rooms.
@@ -33,11 +36,16 @@ class WaitingRoom:
         """Nothing; room came back. Call with the lock."""
         self._step(admission.RoomFreed())
 
+    def look_again(self) -> None:
+        """Nothing; all that wait call `look` again, which may raise or name another time. Call with the lock."""
+        for bell in self._bells.values():
+            bell.ring()
+
     def admit(self, take: Callable[[], Taken], deadline: float, look: Callable[[], float]) -> Taken:
         """What `take` gives, as soon as there is room. `take` is called without the lock; call this without it.
 
-        `look` is called with the lock whenever something changed: it may raise, and says when to look again at the
-        latest.
+        `look` is called with the lock, after `look_again` among others: it may raise, and says when to look again at
+        the latest.
 
         Raises:
             PutRejected: `take` says that there is never enough room, or there was none by `deadline`.
@@ -74,10 +82,13 @@ class WaitingRoom:
     def _leave(self, ticket: int) -> None:
         with self._lock:
             self._turns.pop(ticket, None)
+            self._bells.pop(ticket, None)
             self._step(admission.Leave(ticket))
 
     def _wait(self, ticket: int, deadline: float, look: Callable[[], float]) -> int | None:
         until = deadline
+        with self._lock:
+            bell = self._bells.setdefault(ticket, Bell(self._lock))
 
         def turn() -> int | None:
             due_at = look()
@@ -85,7 +96,7 @@ class WaitingRoom:
             return EARLIER if freed is None and due_at < until else freed
 
         while True:
-            freed = self._bell.wait_for(turn, until)
+            freed = bell.wait_for(turn, until)
             if freed != EARLIER and (freed is not None or time.monotonic() >= deadline):
                 return freed
             with self._lock:
@@ -95,7 +106,8 @@ class WaitingRoom:
         self._row, turns = admission.step(self._row, event)
         for turn in turns:
             self._turns[turn.ticket] = turn.freed
-            self._bell.ring()
+            if turn.ticket in self._bells:
+                self._bells[turn.ticket].ring()
 
     def _behind_others(self) -> PutRejected:
         return PutRejected(
