@@ -66,8 +66,8 @@ def test_none_overrides_nothing():
 
 
 def test_equal_configurations_have_one_fingerprint_however_they_were_written():
-    written = load({"receive_timeout_s": 5, "options": {"a": {"x": 1, "y": [1, {"p": 2, "q": 3}]}}})
-    read = load({"options": {"a": {"y": [1, {"q": 3, "p": 2}], "x": 1}}}, {"OMNIKV_RECEIVE_TIMEOUT_S": "5.0"})
+    written = load({"receive_timeout_s": 5, "options": {"pool_nbytes": 1, "poison": True}})
+    read = load({"options": {"poison": True, "pool_nbytes": 1}}, {"OMNIKV_RECEIVE_TIMEOUT_S": "5.0"})
     assert written == read
     assert written.fingerprint() == read.fingerprint()
 
@@ -76,3 +76,32 @@ def test_the_facts_of_two_configurations_differ_where_the_settings_do():
     one, other = load({"slice_s": 1.0, "options": {"b": 1, "a": 2}}), load({"options": {"a": 2, "b": 1}})
     different = [name for name, text in one.facts().items() if other.facts()[name] != text]
     assert different == ["slice_s"]
+
+
+def test_where_a_rank_is_and_whom_it_meets_by_which_secret_is_compared_with_nobody():
+    def config_of(rank):
+        return HandoffConfig(
+            transport="tcp",
+            options={
+                "lanes": 2,
+                "listen": f"10.0.0.{rank}:5600",
+                "peers": {rank: f"10.0.1.{rank}:5600"},
+                "secret": lambda: f"secret-of-{rank}",
+                "secret_file": f"/etc/rank-{rank}",
+                "tls": {"certificate": f"{rank}.pem", "key": f"{rank}.key", "authority": "ca.pem"},
+            },
+        )
+
+    assert config_of(0).facts() == config_of(1).facts()
+    assert config_of(0).fingerprint() != load({"transport": "tcp", "options": {"lanes": 3}}).fingerprint()
+    assert config_of(0).facts()["options"] == '{"lanes": 2}'
+
+
+def test_no_option_is_ever_shown():
+    secret = "0123456789abcdef"
+    assert secret not in repr(HandoffConfig(options={"secret": secret}))
+    for wrong in (lambda: load({"options": secret}), lambda: load(environ={"OMNIKV_OPTIONS": f'{{"secret": {secret}'})):
+        with pytest.raises(ConfigError) as caught:
+            wrong()
+        assert secret not in str(caught.value)
+        assert caught.value.__cause__ is None

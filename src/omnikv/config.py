@@ -22,7 +22,7 @@ class HandoffConfig:
 
     Attributes:
         transport: name of a registered transport.
-        options: keyword options of that transport.
+        options: keyword options of that transport. They may hold secrets, so they are never shown.
         receive_timeout_s: how long a receive waits for its payloads when the call does not say.
         vote_timeout_s: how long after the receive's deadline a rank waits for its group's ruling.
         slice_s: how long a round of a receive in a group waits before the ranks vote on how it goes; longer where a
@@ -38,7 +38,7 @@ class HandoffConfig:
     """
 
     transport: str = "shm"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     receive_timeout_s: float = 30.0
     vote_timeout_s: float = 10.0
     slice_s: float = 0.5
@@ -51,7 +51,7 @@ class HandoffConfig:
         if not isinstance(self.transport, str) or not self.transport:
             raise ConfigError(f"transport must be the name of a transport, got {self.transport!r}")
         if not isinstance(self.options, Mapping):
-            raise ConfigError(f"options must map option names to values, got {self.options!r}")
+            raise ConfigError(f"options must map option names to values, got a {type(self.options).__name__}")
         for name in ("receive_timeout_s", "vote_timeout_s", "slice_s"):
             self._require_seconds(name, "a finite number of seconds above 0", lambda value: 0 < value < math.inf)
         self._require_seconds("payload_ttl_s", "a number of seconds above 0", lambda value: value > 0)
@@ -76,8 +76,12 @@ class HandoffConfig:
         return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     def facts(self) -> dict[str, str]:
-        """Every setting as text by name, for peers to compare: equal when the settings are, in every process."""
-        return {entry.name: _spell(getattr(self, entry.name)) for entry in fields(self)}
+        """Every setting as text by name, for the ranks of a group to compare: equal in every process when they are.
+
+        Of the options only numbers, true and false are among them. Texts, tables, functions and objects say where a
+        rank is, whom it meets and by which secret: that differs between ranks, and some of it is to be shown to nobody.
+        """
+        return {entry.name: _spell(_shared(getattr(self, entry.name))) for entry in fields(self)}
 
     def fingerprint(self) -> str:
         """16 hex digits of `facts`."""
@@ -112,18 +116,20 @@ def _from_text(name: str, raw: str) -> Any:
     try:
         return json.loads(raw)
     except json.JSONDecodeError as error:
+        # Options may hold secrets, and the foreign error would show them.
+        shown, cause = ("", None) if name == "options" else (f"={raw!r}", error)
         raise ConfigError(
-            f"{ENVIRONMENT_PREFIX}{name.upper()}={raw!r} is no number, true, false or JSON object"
-        ) from error
+            f"{ENVIRONMENT_PREFIX}{name.upper()}{shown} is no number, true, false or JSON object"
+        ) from cause
+
+
+def _shared(setting: Any) -> Any:
+    """What of a setting is the same at all ranks of a group."""
+    if not isinstance(setting, Mapping):
+        return setting
+    return {str(name): value for name, value in setting.items() if isinstance(value, int | float)}
 
 
 def _spell(value: Any) -> str:
-    plain = _plain(value)
-    return plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON that does not depend on the order in which a mapping was filled."""
-    if isinstance(value, Mapping):
-        return {repr(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else repr(value)
+    """`value` as text that does not depend on the order in which a mapping was filled."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else repr(value)

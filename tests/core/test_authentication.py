@@ -138,3 +138,12 @@ def test_an_end_stays_an_end():
     proved = Proved(TARGET)
     assert step(proved, b"") == (proved, b"")
     assert awaited_nbytes(proved) == awaited_nbytes(Rejected("refused_proof", "no")) == 0
+
+
+def test_no_state_shows_the_secret_or_the_proof_that_it_waits_for():
+    calling, opening = call(TARGET, NONCES[0], SECRET)
+    listening = Listening(SOURCE, NONCES[1], SECRET)
+    challenging, _ = step(listening, opening)
+    for state in (calling, listening, challenging):
+        assert repr(SECRET) not in repr(state)
+    assert repr(challenging.proof) not in repr(challenging)

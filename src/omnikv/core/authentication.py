@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Purpose = Literal["control", "data"]
@@ -69,7 +69,7 @@ class Calling:
     """The caller has sent its opening and waits for the acceptor's, with its proof."""
 
     opening: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Listening:
 
     claim: Claim
     nonce: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Challenging:
     """The acceptor has answered and waits for this proof."""
 
     peer: Claim
-    proof: bytes
+    proof: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

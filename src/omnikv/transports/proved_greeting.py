@@ -6,7 +6,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omnikv.core.authentication import Claim, Listening, Proved, Rejected, State, awaited_nbytes, call, step
 from omnikv.transports.proved_stream import Encryption, Stream
@@ -20,7 +20,7 @@ class Identity:
     """
 
     claim: Claim
-    secret: bytes
+    secret: bytes = field(repr=False)
     is_users_own: bool
     accepting: ssl.SSLContext | None
     calling: ssl.SSLContext | None

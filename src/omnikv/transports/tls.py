@@ -67,7 +67,7 @@ def as_tls(setting: Tls | Mapping[str, Any] | None) -> Tls | None:
     if setting is None or isinstance(setting, Tls):
         return setting
     if not isinstance(setting, Mapping):
-        raise ConfigError(f"tls must be a Tls or a mapping with {', '.join(_SETTINGS)}, got {setting!r}")
+        raise ConfigError(f"tls must be a Tls or a mapping with {', '.join(_SETTINGS)}, got a {type(setting).__name__}")
     unknown = sorted(set(setting) - set(_SETTINGS))
     missing = sorted(set(_SETTINGS[:3]) - set(setting))
     if unknown or missing:
