@@ -20,7 +20,7 @@ from omnikv.handoff.cut import own_layers
 from omnikv.handoff.part import _kept_content_of, read_part
 from omnikv.handoff.send import plan_piece
 from omnikv.tensors.kv import DenseSource, LayerSource
-from omnikv.tensors.pack import plan_payload
+from omnikv.tensors.pack import KVCacheTransferData, plan_payload
 
 EDGE = Edge(from_stage="prefill", to_stage="decode")
 TOKENS = 12
@@ -220,3 +220,10 @@ def test_a_value_of_fewer_tokens_than_its_key_is_refused_though_its_head_is_seal
     identity = PayloadId(edge=route.edge, transfer_id="req", source_rank=0, target_rank=0)
     with pytest.raises(RemoteProtocolError, match=r"layer 0 value has shape \[3, 2, 2\], expected \[5, 2, head_dim\]"):
         read_part(identity, piece, lease, 0.0)
+
+
+def test_a_part_does_not_pass_for_a_whole_cache_under_the_published_fields():
+    [piece, *_] = ROUTE.pieces_to(0)
+    _, lease = sealed(piece, [layer()])
+    with pytest.raises(WireError, match="holds regions of a cache.*receive it with KVReceiver"):
+        KVCacheTransferData.from_bytes(lease.buffer)

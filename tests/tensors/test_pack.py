@@ -7,6 +7,7 @@ import torch
 
 from omnikv.core.wire import ALIGNMENT, ITEM_SIZES, Extension
 from omnikv.errors import ConfigError, WireError, WireReason
+from omnikv.tensors import unpack
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import decode_payload, plan_payload
 
@@ -276,3 +277,12 @@ def test_values_that_are_stored_conjugated_or_negated_travel_as_they_read(size):
         for pair in layers
     ]
     assert_same(decode_payload(pack(layers)), expected)
+
+
+def test_a_payload_of_very_many_tensors_is_read_alike_and_nothing_of_its_shape_is_kept():
+    layers = [(torch.full((1, 1, 2), float(at)), torch.zeros(1, 1, 2)) for at in range(2500)]
+    payload = pack(layers)
+    kept = unpack._common_step.cache_info(), unpack._places_of_layers.cache_info()
+    decoded = decode_payload(payload)
+    assert [float(layer.key[0, 0, 0]) for layer in decoded.layers] == [float(at) for at in range(2500)]
+    assert (unpack._common_step.cache_info(), unpack._places_of_layers.cache_info()) == kept

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
-from omnikv.errors import ConfigError, LocalProtocolError
+from omnikv.errors import ConfigError, LocalProtocolError, WireError, WireReason
 from omnikv.tensors.fill import Written, fill, move_all, no_one
 from omnikv.tensors.kv import DenseSource, LayerSource, Move, TensorSource
 from omnikv.tensors.unpack import (
@@ -248,7 +248,7 @@ class KVCacheTransferData:
         """The payload's fields by name. Tensors are views on `raw`; read-only bytes are copied once.
 
         Raises:
-            WireError: the bytes are no payload we can trust (a ValueError, as published).
+            WireError: the bytes are no payload we can trust, or hold a part of a cache (a ValueError, as published).
         """
         return _published(decode_payload(raw))
 
@@ -257,7 +257,7 @@ class KVCacheTransferData:
         """The fields of a payload in a 1-D uint8 tensor; its tensors are copies on the same device.
 
         Raises:
-            WireError: the bytes are no payload we can trust (a ValueError, as published).
+            WireError: the bytes are no payload we can trust, or hold a part of a cache (a ValueError, as published).
             ConfigError: `tensor` is not 1-D uint8 (a ValueError, as published).
         """
         return _published(decode_device_payload(tensor))
@@ -278,6 +278,15 @@ class KVCacheTransferData:
 
 
 def _published(payload: DecodedPayload) -> dict[str, Any]:
+    extension = payload.header.extension
+    if extension is not None and extension.regions:
+        # The published fields number layers from 0 and know no parts of them: a part would pass for the whole.
+        raise WireError(
+            f"the payload of request {payload.header.request_id!r} holds regions of a cache, not all tokens of all its "
+            "layers, which the published fields cannot say; receive it with KVReceiver",
+            reason=WireReason.HEADER_FIELD,
+            request_id=payload.header.request_id,
+        )
     return {
         "request_id": payload.header.request_id,
         "layer_blocks": {

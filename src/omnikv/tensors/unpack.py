@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -26,6 +27,11 @@ from omnikv.core.wire_decode import decode_head, head_nbytes
 from omnikv.errors import ConfigError, WireError, WireReason
 from omnikv.tensors.borrow import borrowed
 from omnikv.tensors.kv import LayerKV
+
+_Found = TypeVar("_Found")
+
+# The most tensors of a payload of whose shape anything is kept.
+_MOST_SPANS_KEPT = 4096
 
 # A released torch may lack the youngest of them.
 DTYPES: dict[str, torch.dtype] = {
@@ -166,10 +172,15 @@ def contiguous_bytes(buffer: bytes | bytearray | memoryview) -> memoryview:
 def as_layers(header: Header, data: torch.Tensor) -> list[LayerKV | None]:
     """The layers of a payload whose data bytes are `data`, a 1-D uint8 tensor."""
     tensors = span_views(data, header.spans)
-    places = _places_of_layers(header.num_layers, header.spans)
+    places = _kept(_places_of_layers, header.spans)(header.num_layers, header.spans)
     if places is None:
         return list(map(LayerKV._make, zip(tensors[: header.num_layers], tensors[header.num_layers :], strict=True)))
     return [None if place is None else LayerKV(tensors[place[0]], tensors[place[1]]) for place in places]
+
+
+def _kept(worked_out: functools._lru_cache_wrapper[_Found], spans: tuple[TensorSpan, ...]) -> Callable[..., _Found]:
+    """`worked_out`, which keeps what it found, or the same without keeping: 64 huge heads of a peer fill the memory."""
+    return worked_out if len(spans) <= _MOST_SPANS_KEPT else worked_out.__wrapped__
 
 
 # What follows from spans alone is worked out once for each shape of request.
@@ -189,7 +200,7 @@ def span_views(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> Sequence[to
     Raises:
         WireError: the installed torch has no such dtype.
     """
-    step = _common_step(spans)
+    step = _kept(_common_step, spans)(spans)
     if step is None or not _may_view(data, spans[0].offset, ITEM_SIZES[spans[0].dtype]):
         return [_span_view(data, span) for span in spans]
     # Alike and equally far apart, as we write them: one strided view costs a third of as many single ones.
