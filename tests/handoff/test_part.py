@@ -225,5 +225,5 @@ def test_a_value_of_fewer_tokens_than_its_key_is_refused_though_its_head_is_seal
 def test_a_part_does_not_pass_for_a_whole_cache_under_the_published_fields():
     [piece, *_] = ROUTE.pieces_to(0)
     _, lease = sealed(piece, [layer()])
-    with pytest.raises(WireError, match="holds regions of a cache.*receive it with KVReceiver"):
+    with pytest.raises(WireError, match=r"holds regions of a cache.*receive it with KVReceiver"):
         KVCacheTransferData.from_bytes(lease.buffer)
