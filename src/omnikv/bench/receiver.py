@@ -80,9 +80,7 @@ def serve(pipe: Connection, torch_threads: int) -> None:
         # What is loaded or built on first use must not count as the first lane's.
         warm_up(f"{order.namespace}-warm-up")
         if isinstance(order, ReceiveLane):
-            # Not in the main thread, as a prefetcher receives: there one more thread would have to wake (`leader`).
-            with ThreadPoolExecutor(1) as threads:
-                threads.submit(_receive_lane, pipe, order).result()
+            _receive_lane(pipe, order)
         elif isinstance(order, ReceiveStream):
             _receive_stream(pipe, order)
         else:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 Found = TypeVar("Found")
 
@@ -21,25 +21,12 @@ Found = TypeVar("Found")
 LONGEST_WAIT_S = 3600.0
 
 
-class Sleeper(Protocol):
-    """What a waiting thread sleeps on: a queue of its own, or what else can be rung and wakes it."""
-
-    def empty(self) -> bool:
-        """Whether no ring waits to be heard."""
-
-    def put(self, item: None) -> None:
-        """Nothing; wakes the thread. Called with the lock."""
-
-    def get(self, *, timeout: float) -> None:
-        """Nothing, once it was rung, or after `timeout` seconds, where it may raise `queue.Empty`."""
-
-
 class Bell:
     """Wakes the threads that wait for what `lock` guards."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._sleepers: set[Sleeper] = set()
+        self._sleepers: set[queue.SimpleQueue[None]] = set()
 
     def ring(self) -> None:
         """Nothing; whoever waits looks again. Call with the lock."""
@@ -48,14 +35,12 @@ class Bell:
             if sleeper.empty():
                 sleeper.put(None)
 
-    def wait_for(
-        self, look: Callable[[], Found | None], deadline: float, sleeper: Sleeper | None = None
-    ) -> Found | None:
+    def wait_for(self, look: Callable[[], Found | None], deadline: float) -> Found | None:
         """What `look` finds, or None when it finds nothing by `deadline`, on the monotonic clock in seconds.
 
-        `look` is called at least once, and with the lock; call this without it. `sleeper` is what the thread sleeps on.
+        `look` is called at least once, and with the lock; call this without it.
         """
-        sleeper = sleeper or queue.SimpleQueue()
+        sleeper: queue.SimpleQueue[None] = queue.SimpleQueue()
         try:
             with self._lock:
                 self._sleepers.add(sleeper)

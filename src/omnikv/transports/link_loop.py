@@ -5,7 +5,6 @@ is *refused* when it does not, or when the peer says so. Refused links stay open
 exactly as long as the peer that gave it. Links that are not ready are few: beyond a bound the oldest is closed.
 
 The thread sleeps in `select` until something comes, or until the door or the role has something to do at a set time.
-Links can be lent to a thread that waits for an answer, which then reads them instead (`leader`).
 
 A forked child has no such thread, only copies of the descriptors; it closes them, because an end that a child keeps
 open would hide its parent's death from the peers and block the parent's address. A fork waits for the lock, under which
@@ -22,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any, Protocol
 
@@ -114,10 +113,6 @@ class LinkLoop:
         self.lock = lock
         self._unready: dict[Link, None] = {}
         self._ready: set[Link] = set()
-        # Links that are not watched here, since a waiting thread reads them.
-        self._lent: set[Link] = set()
-        # What went wrong where a lent link was heard; it ends the thread.
-        self._failure: Exception | None = None
         self._logged: set[str] = set()
         self._closing = False
         # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
@@ -176,39 +171,9 @@ class LinkLoop:
         self._unready.pop(link, None)
         if link.has_stalled:
             self.count("stuck_peers", f"peer {link.seat} ({link.who}) reads nothing: cut off")
-        if link in self._lent:
-            self._lent.remove(link)
-        else:
-            self._selector.unregister(link.connection)
+        self._selector.unregister(link.connection)
         link.close()
         self._role.link_gone(link)
-
-    def lend(self, links: Collection[Link]) -> bool:
-        """Whether the calling thread reads `links` from now on, until `take_back`; none, while others are lent.
-
-        Call with the lock, as the two below.
-        """
-        if self._lent or self._closing:
-            return False
-        if not all(link.may_be_lent and link in self._ready and not link.has_queue for link in links):
-            return False
-        for link in links:
-            self._selector.unregister(link.connection)
-            self._lent.add(link)
-        return True
-
-    def hear_lent(self, link: Link) -> None:
-        """Nothing; takes what has come over a link that was lent. What nobody foresaw ends the loop's thread."""
-        try:
-            self._turn(link, selectors.EVENT_READ)
-        except Exception as error:  # edge: the borrower's call must not fail for it, the loop's thread does  # noqa: BLE001
-            self._failure = error
-            self._wake()
-
-    def take_back(self) -> None:
-        """Nothing; the links that were lent are watched by the loop's thread again."""
-        for link in list(self._lent):
-            self._watch_again(link)
 
     def count(self, kind: str, text: str) -> None:
         """Nothing; counts an event of `kind`, and logs the first one of each kind with its `text`."""
@@ -257,8 +222,6 @@ class LinkLoop:
         events = self._selector.select(timeout_s)
         with self.lock:
             self._sleeps_until = 0.0
-            if self._failure is not None:
-                raise self._failure
             for key, mask in events:
                 if isinstance(key.data, Link):
                     self._turn(key.data, mask)
@@ -295,15 +258,9 @@ class LinkLoop:
         link.send(self._hello)
 
     def _watch(self, link: Link) -> None:
-        if link in self._lent:
-            # What waits to go out is the loop's thread's to send.
-            self._watch_again(link)
-        elif link in self._ready or link in self._unready:
-            self._selector.modify(link.connection, _wanted(link), link)
-
-    def _watch_again(self, link: Link) -> None:
-        self._lent.remove(link)
-        self._selector.register(link.connection, _wanted(link), link)
+        if link in self._ready or link in self._unready:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_queue else 0)
+            self._selector.modify(link.connection, wanted, link)
 
     def _turn(self, link: Link, mask: int) -> None:
         if link not in self._ready and link not in self._unready:
@@ -364,10 +321,6 @@ class LinkLoop:
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
-
-
-def _wanted(link: Link) -> int:
-    return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_queue else 0)
 
 
 def _before_fork() -> None:

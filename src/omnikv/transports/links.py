@@ -12,7 +12,7 @@ import selectors
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -26,9 +26,6 @@ class Link(ABC):
     `seat` is the peer's: known from the start where this side connected, else from its Hello. `has_stalled` says that
     it was cut off because it read nothing.
     """
-
-    # Whether whatever thread waits for an answer may read it, by what its socket says alone.
-    may_be_lent: ClassVar[bool] = False
 
     def __init__(self, connection: socket.socket, seat: Seat | None) -> None:
         self.connection = connection

@@ -12,7 +12,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -41,8 +41,6 @@ class ShmLink(Link):
     """A Unix connection to one peer, of whole packets. `side` is this end's; `watch` is called with the link when the
     queue starts or ends.
     """
-
-    may_be_lent: ClassVar[bool] = True
 
     def __init__(self, connection: socket.socket, seat: Seat | None, side: Side, watch: Callable[[Link], None]) -> None:
         super().__init__(connection, seat)

@@ -27,7 +27,6 @@ from omnikv.errors import (
 )
 from omnikv.transports.base import MAX_ASKS, Endpoint, Seat
 from omnikv.transports.bell import Bell
-from omnikv.transports.leader import lead
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
 from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, withdrawn
@@ -118,7 +117,7 @@ class Wants:
                     asks[ask.number] = ask
                     self._pursue(ask)
             while asks:
-                settled = self._next_settled(asks, changed, limit)
+                settled = changed.wait_for(lambda: next((ask for ask in asks.values() if ask.is_settled), None), limit)
                 if settled is None:
                     return
                 with self._lock:
@@ -290,21 +289,6 @@ class Wants:
                 closed.__cause__ = error
                 ask.settle(error=closed)
         self._window.close()
-
-    def _next_settled(self, asks: dict[int, _Ask], changed: Bell, limit: float) -> _Ask | None:
-        """One of the asks that has its answer, as soon as there is one, or None when there is none by `limit`."""
-
-        def look() -> _Ask | None:
-            return next((ask for ask in asks.values() if ask.is_settled), None)
-
-        leader = None
-        if look() is None:
-            leader = lead(self.loop, {ask.link for ask in asks.values() if ask.link is not None})
-        try:
-            return changed.wait_for(look, limit, leader)
-        finally:
-            if leader is not None:
-                leader.end()
 
     def _open(self, payload: PayloadId, is_patient: bool, changed: Bell) -> _Ask:
         ask = _Ask(self._next_ask, payload, is_patient, changed)
