@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from omnikv.errors import ProducerFailed, TransportError
+from omnikv.errors import AlreadyConsumed, ProducerFailed, TransportError
+from omnikv.transports.base import MAX_ASKS
 from omnikv.transports.shm_address import rank_address
 
 SOON_S = 60.0
@@ -113,6 +114,26 @@ def test_a_stopped_receiver_holds_up_nobody_else(world):
     assert other.call("lease", "r1") == "x"
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.finish() == "x"
+
+
+def test_a_sender_that_is_stopped_for_a_while_loses_nobody_who_has_much_to_say(world):
+    sender, receiver = world.spawn("source"), world.open("target")
+    sender.call("put", "r1", "payload")
+    lease = receiver.get(world.payload("r1"), deadline=time.monotonic() + SOON_S)
+    os.kill(sender.pid, signal.SIGSTOP)
+    try:
+        payloads = [world.payload(f"queued-{number}") for number in range(MAX_ASKS)]
+        for _ in range(2):
+            receiver.announce(payloads)
+            receiver.withdraw(payloads)
+    finally:
+        os.kill(sender.pid, signal.SIGCONT)
+    assert bytes(lease.buffer) == b"payload"
+    lease.acknowledge()
+    assert sender.call("drain") == 0
+    assert receiver.counters == {}
+    with pytest.raises(AlreadyConsumed):
+        receiver.get(world.payload("r1"), deadline=time.monotonic() + SOON_S)
 
 
 def test_a_killed_process_leaves_no_address_and_no_file_behind(world):

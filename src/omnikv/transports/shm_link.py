@@ -18,11 +18,13 @@ import msgspec
 
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, ToSource, ToTargetShared
 from omnikv.errors import RemoteProtocolError
-from omnikv.transports.base import Seat, Side
+from omnikv.transports.base import MAX_ASKS, Seat, Side
 from omnikv.transports.links import Link
 from omnikv.transports.shm_address import peer_of
 
-MAX_QUEUED_MESSAGES = 4096
+# All that a peer may ask for and announce, said, taken back and said again: what it held would be given to others if it
+# were cut off, so that happens to none that was only stopped for a while.
+MAX_QUEUED_MESSAGES = 5 * MAX_ASKS
 # How many packets of one peer are read before the others get their turn.
 PACKETS_A_TURN = 64
 _MAX_FDS = 4
