@@ -35,18 +35,22 @@ def a_vote(key, tokens="7", *, due=float("inf")):
 
 
 class Watched:
-    """A connection that does something of ours at each read that blocks; the channel's other reads pass."""
+    """A connection that does something of ours around each read that blocks; the channel's other reads pass."""
 
-    def __init__(self, connection, at_read):
-        self.connection, self.at_read = connection, at_read
+    def __init__(self, connection, at_read, after_read):
+        self.connection, self.at_read, self.after_read = connection, at_read, after_read
 
     def __getattr__(self, name):
         return getattr(self.connection, name)
 
     def recv(self, *args):
-        if len(args) == 1:
+        is_blocking = len(args) == 1
+        if is_blocking:
             self.at_read()
-        return self.connection.recv(*args)
+        data = self.connection.recv(*args)
+        if is_blocking:
+            self.after_read()
+        return data
 
 
 class Leader:
@@ -65,9 +69,9 @@ class Leader:
         for rank, said in votes.items():
             self.ends[int(rank[1:])].sendall(said)
 
-    def watch(self, rank, at_read):
+    def watch(self, rank, at_read=lambda: None, after_read=lambda: None):
         link = self.channel._switchboard._links[rank]
-        link.connection = Watched(link.connection, at_read)
+        link.connection = Watched(link.connection, at_read, after_read)
 
 
 @pytest.fixture
@@ -111,17 +115,17 @@ def test_ballots_that_come_in_two_pieces_count_as_one(leader):
 
 
 def test_the_end_of_a_frame_is_not_taken_for_a_frame(leader):
-    # Rank 1 is ahead with a vote that holds the very bytes of the next one as its key.
     whole = a_vote("r")
-    ahead = frame(encode(Votes(1e9, [(whole.decode("latin-1"), a_ballot())])))
-    cut = len(ahead) - len(whole)
-    leader.say(_1=ahead[:cut], _2=whole)
-    with ThreadPoolExecutor(1) as pool:
-        ruling = pool.submit(leader.channel.agree, "r", a_ballot(), deadline=far())
-        while not leader.taken_up:
-            pass
-        leader.say(_1=ahead[cut:] + whole)
-        assert ruling.result(30).kind == "keep"
+    # A frame that ends in what is hoped for; the first part of it is read with the vote before.
+    odd = frame(b"odd" + whole)
+    cut = len(odd) - len(whole)
+    leader.say(_1=a_vote("q") + odd[:cut], _2=a_vote("q"))
+    assert leader.channel.submit("q", a_ballot(), deadline=far()).result().kind == "keep"
+    leader.channel._switchboard._pump.join(30)
+    leader.say(_1=whole, _2=whole)
+    ruling = leader.channel.agree("r", a_ballot(), deadline=far())
+    assert ruling.kind == "drop"
+    assert "that are no ballots" in ruling.causes[0][2]
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -198,14 +202,17 @@ def test_a_deadline_that_passes_while_the_lane_reads_is_minded_afterwards(leader
         is_in.set()
         may_go_on.wait(30)
 
-    leader.watch(1, pause)
-    leader.say(_1=a_vote("slow"), _2=a_vote("slow"))
+    whole = a_vote("slow")
+    leader.watch(1, after_read=pause)
+    leader.say(_1=whole[:20], _2=whole)
     with ThreadPoolExecutor(2) as pool:
         slow = pool.submit(leader.channel.agree, "slow", a_ballot(), deadline=far())
         is_in.wait(30)
         late = pool.submit(leader.channel.agree, "late", a_ballot(), deadline=time.monotonic())
         while not leader.taken_up:
             pass
+        # Nobody else may read this before what the lane has read is handed over.
+        leader.say(_1=whole[20:])
         assert not late.done()
         may_go_on.set()
         assert late.result(30).kind == "drop"
@@ -260,7 +267,7 @@ def test_a_follower_in_the_lane_takes_other_rulings_and_more_than_one_answer():
             is_in.set()
             may_go_on.wait(30)
 
-        board._links[0].connection = Watched(here, pause)
+        board._links[0].connection = Watched(here, pause, lambda: None)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(follower.agree, "a", a_ballot(), deadline=far())
             is_in.wait(30)

@@ -79,8 +79,8 @@ class Star:
 
     @property
     def is_empty(self):
-        are_idle = all(ledger.is_idle and not ledger.open_calls() for ledger in self.ledgers)
-        return are_idle and all(lane.call is None for lane in self.lanes)
+        is_open = any(ledger._whole or ledger._requests or ledger.open_calls() for ledger in self.ledgers)
+        return not is_open and all(lane.call is None for lane in self.lanes)
 
 
 @pytest.mark.parametrize("has_lanes", [True, False])

@@ -18,9 +18,11 @@ class LedgerLane:
         self.kept = self.handed_over = 0
 
     def cast(self, call):
-        if self.is_open and self.call is None and call.is_hopeful and self.ledger.is_idle:
-            self.hoped = self.ledger.cast_alone(call)
-            self.call = call
+        hoped = None
+        if self.is_open and self.call is None and call.is_hopeful:
+            hoped = self.ledger.cast_alone(call)
+        if hoped is not None:
+            self.hoped, self.call = hoped, call
         else:
             self.leave()
             self.ledger.cast(call)
@@ -36,7 +38,7 @@ class LedgerLane:
         elif len(self.heard) == len(self.peers):
             call, self.call, self.heard = self.call, None, []
             self.kept += 1
-            self.ledger.keep_alone(call)
+            self.ledger.keep(call)
 
     def is_hoped(self, payload):
         start, end, nbytes = self.hoped

@@ -4,7 +4,8 @@ Theory of operation. Rank 0 listens, and every other rank connects to it once (`
 follower's ballots go out as one message a call, rulings come back; what a ballot or a ruling does is said by
 `omnikv.core.vote` and kept in a ledger (`omnikv.groups.channel_ledger`), one state a request, so that requests never
 wait for one another. Sending never blocks, and no thread stands between a caller and its peers: the thread that waits
-in `agree` reads the connections itself (`omnikv.groups.channel_switchboard`).
+in `agree` reads the connections itself (`omnikv.groups.channel_switchboard`). A vote that nothing else stands beside
+and on which all ranks agree passes the ledgers by (`omnikv.groups.channel_lane`).
 
 A peer whose connection ends is gone at once: the leader then drops what lacks its ballot, a follower that lost the
 leader is in doubt. A peer that hangs is noticed by the deadline of each request. The leader stops waiting at the

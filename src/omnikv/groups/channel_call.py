@@ -104,12 +104,6 @@ class Call:
         if self.bell is not None:
             self.bell.notify_all()
 
-    def foresee(self) -> list[Ruling]:
-        """The rulings on these ballots if all ranks cast the same and the call is hopeful."""
-        if self._only is not None:
-            return [Ruling("keep", 0, (self._only,))] * len(self.votes)
-        return [Ruling("keep", 0, tuple(entry.role for entry in ballot.roles)) for _, ballot in self.votes]
-
     def outcome(self, rank: int) -> list[Ruling]:
         """The rulings, in the order of the votes, when nothing is left.
 
@@ -118,7 +112,10 @@ class Call:
         """
         if not self.doubts:
             if not self.rulings:
-                return self.foresee()
+                # All ranks cast the same, so this is what `rule` comes to on each.
+                if self._only is not None:
+                    return [Ruling("keep", 0, (self._only,))] * len(self.votes)
+                return [Ruling("keep", 0, tuple(entry.role for entry in ballot.roles)) for _, ballot in self.votes]
             return [self.rulings[index] for index in range(len(self.votes))]
         index, cause = next(iter(self.doubts.items()))
         key = self.votes[index][0]

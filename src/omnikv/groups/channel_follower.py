@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
-from omnikv.core.messages import Ballot, Kept, Ruling, Rulings, Votes
+from omnikv.core.messages import Kept, Ruling, Rulings, Votes
 from omnikv.core.vote import Cast, Effect, Event, Expired, FollowerState, Lost, Report, Ruled, step_follower
 from omnikv.errors import RemoteProtocolError
 from omnikv.groups.channel_call import Call
@@ -27,18 +27,20 @@ class FollowerLedger(Ledger[FollowerState]):
         self._shares_clock = shares_clock
 
     def cast(self, call: Call) -> None:
-        message = self._encode(self._votes(call, call.votes))
+        message = self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, call.votes))
         if self._hold(call):
             self._report(message)
         else:
             self._cast_each(call)
 
-    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int]:
-        self._report(self._encode(self._votes(call, call.votes)))
+    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int] | None:
+        if self._whole or self._requests:
+            return None
+        self._report(self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, call.votes)))
         kept = encode(Kept(call.votes[0][0]))
         return kept, b"", len(kept)
 
-    def keep_alone(self, call: Call) -> None:
+    def keep(self, call: Call) -> None:
         call.left = 0
 
     def take_up(self, call: Call) -> None:
@@ -56,7 +58,7 @@ class FollowerLedger(Ledger[FollowerState]):
         call = self._whole.get(message.key)
         if call is not None:
             self._release(call)
-            call.left = 0
+            self.keep(call)
             if call.bell is not None:
                 call.ring()
         elif not self.broken:
@@ -100,14 +102,11 @@ class FollowerLedger(Ledger[FollowerState]):
             if isinstance(effect, Report)
         ]
         if reported:
-            self._report(self._encode(self._votes(call, reported)))
+            self._report(self._encode(Votes(call.deadline if self._shares_clock else _NO_DUE_S, reported)))
         for index, (request, (state, effects)) in enumerate(steps):
             request.call, request.index = call, index
             self._keep_request(request)
             self._commit(request, state, effects)
-
-    def _votes(self, call: Call, votes: Sequence[tuple[str, Ballot]]) -> Votes:
-        return Votes(call.deadline if self._shares_clock else _NO_DUE_S, votes)
 
     def _open(self, call: Call) -> None:
         self._release(call)

@@ -9,7 +9,7 @@ A lane makes no rule of its own. Rank 0 answers as its ledger does when every fo
 every other case the ledger *takes up* the call as if it had been cast there, and is then given all that was read, in
 the order in which it came. So it is when other bytes come, when a connection ends, when nothing comes for `PATIENCE_S`,
 and as soon as another thread wants in: that thread lets the ledger take the call up at once, and the thread in the lane
-finds so after its next read. A lane reads without the channel's lock, so nobody else may read while `is_reading`.
+finds so when its reads end, in twice `PATIENCE_S` at most. A lane reads without the channel's lock, so nobody else may read while `is_reading`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ _PATIENCE = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
 class Lane:
     """One rank's lane; all but the reading itself happens with its channel's lock held.
 
-    `call` is the call that goes alone. `read` is what was read for one that does not end here, to be handed over.
+    `call` is the call that goes alone. `read` is what was read for one that does not end here, to be handed over;
+    `is_interrupted` says that its thread went away meanwhile.
     """
 
     def __init__(self, lock: threading.Lock, ledger: Ledger[Any], links: Collection[Link]) -> None:
         self.call: Call | None = None
         self.is_reading = False
+        self.is_interrupted = False
         self.read: list[tuple[Link, bytes]] = []
         self._lock = lock
         self._ledger = ledger
@@ -62,7 +64,8 @@ class Lane:
         start = nbytes.to_bytes(LENGTH_NBYTES, "big") + start
         nbytes += LENGTH_NBYTES
         self.call = call
-        self.is_reading = True
+        self.is_reading = self.is_interrupted = True
+        is_hoped = False
         self._lock.release()
         try:
             give_up_at = time.monotonic() + PATIENCE_S
@@ -74,21 +77,23 @@ class Lane:
                     or not data.startswith(start)
                     or not data.endswith(end)
                     or link.inbox
-                    or self.call is not call
                     or time.monotonic() > give_up_at
                 ):
-                    return
+                    break
+            else:
+                is_hoped = True
         except BlockingIOError:
-            return
+            # Nothing came in time.
+            pass
         except OSError as error:
             # Its end is known to the link from now on, and counts when this is handed over.
             link.break_off(error)
             self.read.append((link, b""))
-            return
         finally:
             self._lock.acquire()
             self.is_reading = False
-        if self.call is call:
+        self.is_interrupted = False
+        if is_hoped and self.call is call:
             self.call = None
             self.read.clear()
-            self._ledger.keep_alone(call)
+            self._ledger.keep(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -42,14 +42,19 @@ class LeaderLedger(Ledger[LeaderState]):
             return
         self._by_start[start] = call
         if self._size == 1:
-            self._keep(call)
+            self._keep_whole(call)
 
-    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int]:
+    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int] | None:
+        if self._whole or self._requests:
+            return None
         ballots = bytes(self._encode(call.votes))
         return _HEAD, ballots, _BALLOTS_AT + len(ballots)
 
-    def keep_alone(self, call: Call) -> None:
-        self._answer(call, self._lines)
+    def keep(self, call: Call) -> None:
+        kept = encode(Kept(call.votes[0][0]))
+        for send in self._lines.values():
+            send(kept)
+        call.left = 0
 
     def take_up(self, call: Call) -> None:
         self.cast(call)
@@ -64,7 +69,7 @@ class LeaderLedger(Ledger[LeaderState]):
         ):
             call.alike.append(rank)
             if len(call.alike) == self._size - 1:
-                self._keep(call)
+                self._keep_whole(call)
             else:
                 (due_s,) = _read_due(payload, _DUE_AT)
                 if due_s < call.due:
@@ -97,16 +102,11 @@ class LeaderLedger(Ledger[LeaderState]):
                 self._commit(request, *step_leader(request.state, Expired()))
         self._seal()
 
-    def _keep(self, call: Call) -> None:
+    def _keep_whole(self, call: Call) -> None:
         """Nothing; every rank cast the very ballots of `call`, and all can be kept."""
         self._release(call)
-        self._answer(call, call.alike)
-
-    def _answer(self, call: Call, ranks: Iterable[int]) -> None:
-        kept = encode(Kept(call.votes[0][0]))
-        for rank in ranks:
-            self._lines[rank](kept)
-        call.left = 0
+        # No rank is lost while a call is held whole.
+        self.keep(call)
         if call.bell is not None:
             call.ring()
 

@@ -77,18 +77,18 @@ class Ledger(ABC, Generic[State]):
         """
 
     @abstractmethod
-    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int]:
-        """How each peer's next message begins and ends and how long it is, if it has `call` kept; it is not held here.
+    def cast_alone(self, call: Call) -> tuple[bytes, bytes, int] | None:
+        """How each peer's next message begins and ends and how long it is, if all have `call` kept, which is hopeful.
 
-        Nothing else may be open, and every ballot of `call` must be hopeful.
+        It is cast, and no book is kept on it here. None, and it is not cast, while anything is known of other requests.
 
         Raises:
             ConfigError: the ballots are too long; nothing was cast then.
         """
 
     @abstractmethod
-    def keep_alone(self, call: Call) -> None:
-        """Nothing; every peer said what has `call` kept, which was cast alone."""
+    def keep(self, call: Call) -> None:
+        """Nothing; every peer said what has `call` kept."""
 
     @abstractmethod
     def take_up(self, call: Call) -> None:
@@ -119,11 +119,6 @@ class Ledger(ABC, Generic[State]):
     @abstractmethod
     def _open(self, call: Call) -> None:
         """Nothing; takes the steps of a whole call that were put off."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is known here of any request."""
-        return not self._whole and not self._requests
 
     def open_calls(self) -> set[Call]:
         """The calls that wait for a ruling."""

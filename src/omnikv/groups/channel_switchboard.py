@@ -78,18 +78,21 @@ class Switchboard:
         with self._lock:
             if self._ledger.broken is not None:
                 raise self._refusal(call)
-            if (
-                call.is_hopeful
-                and not self._is_polled
-                and self._ledger.is_idle
-                and not self._pump_runs
-                and self._has_all
-                and call.due > time.monotonic() + PATIENCE_S
-            ):
-                self._go_alone(call)
-            else:
+            hoped = None
+            is_alone = self._has_all and not self._is_polled and not self._pump_runs
+            if call.is_hopeful and is_alone and call.due > time.monotonic() + PATIENCE_S:
+                hoped = self._ledger.cast_alone(call)
+            if hoped is None:
                 self._lane.leave()
                 self._ledger.cast(call)
+            else:
+                self._is_polled, self._polled_until = True, 0.0
+                try:
+                    self._lane.run(call, *hoped)
+                finally:
+                    self._is_polled = False
+                    if self._lane.read or call.left:
+                        self._take_over(call)
             if call.left:
                 self._wait(call)
             elif self._sleepers or self._pump_runs:
@@ -167,22 +170,7 @@ class Switchboard:
             if self._sleepers or self._pump_runs:
                 self._hand_on()
 
-    def _go_alone(self, call: Call) -> None:
-        """Nothing; casts `call` and sends it down the lane; the ledger is given what does not end there."""
-        hoped = self._ledger.cast_alone(call)
-        self._is_polled, self._polled_until = True, 0.0
-        is_through = False
-        try:
-            self._lane.run(call, *hoped)
-            is_through = True
-        finally:
-            self._is_polled = False
-            if self._lane.read or call.left:
-                self._take_over()
-                if not is_through:
-                    self._leave(call)
-
-    def _take_over(self) -> None:
+    def _take_over(self, call: Call) -> None:
         """Nothing; the ledger takes up the call that went alone, unless it has, and is told what was read for it."""
         self._lane.leave()
         read, self._lane.read = self._lane.read, []
@@ -191,6 +179,8 @@ class Switchboard:
                 link.take_in(data, self._ledger.hear)
                 if link.ended is not None:
                     self._drop(link, link.ended)
+        if self._lane.is_interrupted:
+            self._leave(call)
 
     def _give_bell(self, call: Call) -> threading.Condition:
         call.bell = threading.Condition(self._lock)
