@@ -75,6 +75,28 @@ def test_a_part_that_is_not_what_the_route_says_is_refused(layers, stated, messa
         read_part(identity, piece, lease, 0.0)
 
 
+def test_a_part_is_judged_by_itself_though_another_of_its_shape_was_right():
+    [piece, *_] = ROUTE.pieces_to(0)
+    good, lease = sealed(piece, [layer()])
+    assert read_part(good, piece, lease, 0.0).num_tokens == TOKENS
+    bad, lease = sealed(piece, [layer()], num_tokens=14)
+    for _ in range(2):
+        with pytest.raises(RemoteProtocolError, match="the route says"):
+            read_part(bad, piece, lease, 0.0)
+    again, lease = sealed(piece, [layer()])
+    assert read_part(again, piece, lease, 0.0).num_tokens == TOKENS
+
+
+def test_d35_a_set_without_one_of_its_parts_is_refused_though_it_was_whole_before():
+    pieces = ROUTE.pieces_to(0)
+    caches = [boxed_cache(boxes, TOKENS) for boxes in ROUTE.source_boxes]
+    parts = [carry_piece(ROUTE, piece, cache, TOKENS)[0] for piece, cache in zip(pieces, caches, strict=True)]
+    assert len(assemble(parts, ROUTE.target_boxes[0], "req").layers) == 2
+    for part in parts:
+        with pytest.raises(RemoteProtocolError, match="did not arrive whole"):
+            assemble([part], ROUTE.target_boxes[0], "req")
+
+
 def test_regions_that_name_more_than_came_are_refused_however_large():
     [piece, *_] = ROUTE.pieces_to(0)
     huge = Piece(source_rank=0, target_rank=0, boxes=(replace(piece.boxes[0], layers=Span(0, 1 << 50)),))

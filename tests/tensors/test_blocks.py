@@ -172,3 +172,14 @@ def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_written(laye
     with pytest.raises(ConfigError, match=message):
         scatter_into_blocks(layers, [cache], [0, 1], STACKED)
     assert (cache == 7).all()
+
+
+def test_a_request_sent_twice_reads_its_blocks_twice():
+    cache = _cache()
+    paged = PagedKV([cache], [1], 4, STACKED)
+    first = paged.layer_sources()
+    assert torch.equal(_written(first[0].key), cache[0, 1])
+    cache.zero_()
+    assert not _written(paged.layer_sources()[0].key).any()
+    first.clear()
+    assert len(paged.layer_sources()) == 1
