@@ -12,7 +12,7 @@ import torch
 
 from omnikv.core.messages import INFO_NOT_FOUND, QUERY_INFO, QueryRequest, QueryResponse
 from omnikv.errors import ConfigError, TransportError
-from omnikv.integrations.vllm_omni import mooncake
+from omnikv.integrations.vllm_omni import mooncake_memory
 from omnikv.integrations.vllm_omni.mooncake import MooncakeTransferEngineConnector
 from omnikv.integrations.vllm_omni.mooncake_sender import TRANS_ERROR, MooncakeAgentMetadata
 
@@ -52,7 +52,7 @@ class CopyingEngine:
 @pytest.fixture
 def engine(monkeypatch):
     engine = CopyingEngine()
-    monkeypatch.setattr(mooncake, "mooncake_engine", lambda host, protocol, devices: engine)
+    monkeypatch.setattr(mooncake_memory, "mooncake_engine", lambda host, protocol, devices: engine)
     yield engine
     assert engine.registered == []
 
@@ -265,3 +265,19 @@ def test_a_closed_connector_says_so_and_closes_twice(receiver, sender):
         receiver.get("0", "1", "r1")
     with pytest.raises(TransportError, match="closed"):
         sender.put("0", "1", "r1", b"x")
+
+
+def test_the_real_engine_brings_a_payload_where_it_is_installed():
+    pytest.importorskip("mooncake.engine", exc_type=ImportError, reason="Mooncake's engine cannot be loaded here")
+    config = {"host": HOST, "protocol": "tcp", "memory_pool_size": 8 << 20}
+    sender = MooncakeTransferEngineConnector({**config, "role": "sender", "zmq_port": 0})
+    receiver = MooncakeTransferEngineConnector({**config, "role": "receiver"})
+    try:
+        payload = bytes(range(256)) * 4096
+        _, _, metadata = sender.put("0", "1", "r1", payload)
+        buffer, _ = receiver.get_with_deadline("0", "1", "r1", metadata, deadline=time.monotonic() + 30)
+        with buffer:
+            assert buffer.to_bytes() == payload
+    finally:
+        receiver.close()
+        sender.close()

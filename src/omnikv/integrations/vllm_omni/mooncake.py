@@ -3,7 +3,8 @@
     settings of a configuration file, sizes, keys, forms of a payload    here
     asking a sender what it holds                                        .mooncake_query
     holding payloads, and writing them to whoever pulls                  .mooncake_sender
-    pulling, and memory that may still be written to                     .mooncake_pulls, transports.landing
+    pulling                                                              .mooncake_pulls
+    registered memory, and what may still be written to                  .mooncake_memory, transports.landing
     the engine                                                           transports.mooncake_engine
 
 It speaks with released engines in both directions. Between two ends of ours the transport `mooncake` does the same work
@@ -12,9 +13,6 @@ with proved peers, leases and notices.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -25,13 +23,13 @@ import msgspec
 import torch
 
 from omnikv.core.messages import INFO_NOT_FOUND, QUERY_INFO, QueryRequest, QueryResponse
-from omnikv.errors import ConfigError, PutRejected, TransportError
-from omnikv.integrations.vllm_omni.mooncake_pulls import GRACE_S, MooncakePulls
+from omnikv.errors import ConfigError, TransportError
+from omnikv.integrations.vllm_omni.mooncake_memory import DEFAULT_POOL_NBYTES, PooledBuffer, PoolMemory, reachable_host
+from omnikv.integrations.vllm_omni.mooncake_pulls import MooncakePulls
 from omnikv.integrations.vllm_omni.mooncake_query import QUERY_TIMEOUT_MS, SenderMetadata, SenderQueries
 from omnikv.integrations.vllm_omni.mooncake_sender import TRANS_DONE, Held, MooncakeAgentMetadata, MooncakeSender
 from omnikv.integrations.vllm_omni.object_wire import decode_object, encode_object
-from omnikv.transports.landing import LandingPool, LandingRoom
-from omnikv.transports.mooncake_engine import MooncakeEngine, mooncake_engine
+from omnikv.transports.landing import LandingRoom
 
 __all__ = [
     "INFO_NOT_FOUND",
@@ -44,56 +42,12 @@ __all__ = [
 ]
 
 _NAME = "mooncake"
-DEFAULT_POOL_NBYTES = 1 << 30
 DEFAULT_PORT = 50051
 DEFAULT_TTL_S = 300.0
 # How long a pull without a deadline waits: as released engines do, 30 s and 5 s more for each 100 MB.
 PULL_S = 30.0
 PULL_STEP_S = 5.0
 PULL_STEP_NBYTES = 100 << 20
-_ANY_HOST = ("", "auto", "*", "0.0.0.0", "::")
-
-
-class PooledBuffer:
-    """A payload in the connector's pool: `tensor` is its bytes, 1-D uint8, to be read until `release`."""
-
-    def __init__(self, room: LandingRoom) -> None:
-        self._room = room
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The payload's bytes, in the pool."""
-        return cast(torch.Tensor, self._room.view)
-
-    @property
-    def size(self) -> int:
-        """How many bytes it has."""
-        return self.tensor.numel()
-
-    def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The payload as a tensor of this type and shape, in the pool.
-
-        Raises:
-            ConfigError: it has not that many bytes.
-        """
-        if self.size != dtype.itemsize * torch.Size(shape).numel():
-            raise ConfigError(f"a payload of {self.size} bytes is no {dtype} tensor of shape {shape}")
-        return self.tensor.view(dtype).reshape(shape)
-
-    def to_bytes(self) -> bytes:
-        """A copy of the payload."""
-        here = self.tensor.cpu()
-        return ctypes.string_at(here.data_ptr(), here.numel())
-
-    def release(self) -> None:
-        """Give the memory back. Idempotent."""
-        self._room.abandon()
-
-    def __enter__(self) -> PooledBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class MooncakeTransferEngineConnector(SenderQueries):
@@ -119,11 +73,11 @@ class MooncakeTransferEngineConnector(SenderQueries):
         if self._role not in ("sender", "receiver"):
             raise ConfigError(f"{_NAME}: role must be 'sender' or 'receiver', got {self._role!r}")
         self.can_put = self._role == "sender"
-        self.host = _reachable_host(self.config.get("host"))
+        self.host = reachable_host(self.config.get("host"))
         self.zmq_port = int(self.config.get("zmq_port", DEFAULT_PORT))
         self._ttl_s = float(self.config.get("buffer_ttl_seconds", DEFAULT_TTL_S))
         self._start_lock = threading.Lock()
-        self._memory: _Memory | None = None
+        self._memory: PoolMemory | None = None
         self._sender: MooncakeSender | None = None
         self._pulls: MooncakePulls | None = None
         self._counters: Counter[str] = Counter(puts=0, gets=0, bytes_transferred=0, errors=0, timeouts=0)
@@ -309,10 +263,10 @@ class MooncakeTransferEngineConnector(SenderQueries):
         room.abandon()
         return None
 
-    def _memory_here(self) -> _Memory:
+    def _memory_here(self) -> PoolMemory:
         with self._start_lock:
             if self._memory is None:
-                self._memory = _Memory(self.host, self.config)
+                self._memory = PoolMemory(self.host, self.config)
             return self._memory
 
     def _pulls_here(self) -> MooncakePulls:
@@ -332,48 +286,6 @@ class MooncakeTransferEngineConnector(SenderQueries):
             raise TransportError(f"{_NAME}: this connector is closed; make a new one", transport=_NAME)
 
 
-class _Memory:
-    """The connector's engine and its pool: one stretch of memory on a device, registered whole."""
-
-    def __init__(self, host: str, config: Mapping[str, Any]) -> None:
-        nbytes = int(config.get("memory_pool_size", DEFAULT_POOL_NBYTES))
-        device = torch.device(config.get("memory_pool_device", "cpu"))
-        if nbytes <= 0 or (device.type == "cuda" and not torch.cuda.is_available()):
-            raise ConfigError(
-                f"{_NAME}: a pool of {nbytes} bytes on {device} cannot be had here: correct memory_pool_size, or "
-                "memory_pool_device (cpu works everywhere)"
-            )
-        devices = str(config.get("device_name") or os.environ.get("RDMA_DEVICE_NAME", ""))
-        self.engine: MooncakeEngine = mooncake_engine(host, str(config.get("protocol", "rdma")), devices)
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        self._pool = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.engine.register(self._pool.data_ptr(), nbytes)
-        # A tensor is cut and measured like a view, and may lie on a device, where there are no views.
-        self.rooms = LandingPool(_NAME, cast(memoryview, self._pool), grace_s=GRACE_S)
-
-    def take(self, nbytes: int, *, writer: Any, deadline: float) -> LandingRoom | None:
-        """Room, or None where there is none by `deadline` (monotonic seconds), or never."""
-        try:
-            return self.rooms.take(nbytes, writer, deadline=deadline)
-        except PutRejected:
-            return None
-
-    def address_of(self, room: LandingRoom) -> int:
-        """Where the room lies."""
-        return self._pool.data_ptr() + room.offset
-
-    def copy_in(self, room: LandingRoom, payload: torch.Tensor) -> None:
-        """Nothing; the payload is in the room, for an engine that asks no stream."""
-        cast(torch.Tensor, room.view).copy_(payload)
-        for tensor in (payload, self._pool):
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
-
-    def close(self) -> None:
-        """Nothing; the engine knows this memory no more."""
-        self.engine.unregister(self._pool.data_ptr())
-
-
 def _published_key(key: str, from_stage: str, to_stage: str) -> str:
     return f"{key}@{from_stage}_{to_stage}"
 
@@ -383,18 +295,3 @@ def _as_flat(data: torch.Tensor | bytes) -> torch.Tensor:
         # Read only by what copies it.
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return data.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _reachable_host(configured: Any) -> str:
-    """The configured host, or the address by which this machine reaches others."""
-    host = "auto" if configured is None else str(configured)
-    if host.lower() not in _ANY_HOST:
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Nothing is sent: the system only chooses the way.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
