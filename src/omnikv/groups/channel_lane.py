@@ -9,7 +9,8 @@ A lane makes no rule of its own. Rank 0 answers as its ledger does when every fo
 every other case the ledger *takes up* the call as if it had been cast there, and is then given all that was read, in
 the order in which it came. So it is when other bytes come, when a connection ends, when nothing comes for `PATIENCE_S`,
 and as soon as another thread wants in: that thread lets the ledger take the call up at once, and the thread in the lane
-finds so when its reads end, in twice `PATIENCE_S` at most. A lane reads without the channel's lock, so nobody else may read while `is_reading`.
+finds so when its reads end, in twice `PATIENCE_S` at most. A lane reads without the channel's lock, so nobody else may
+read while `is_reading`.
 """
 
 from __future__ import annotations
