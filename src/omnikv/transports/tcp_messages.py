@@ -18,7 +18,7 @@ from omnikv.core.messages import Count, ToTarget
 PIECE = struct.Struct(">QQI44x")
 # How long pieces are where pulls take turns, and how long where a pull is alone: each costs its head and a few calls.
 PIECE_NBYTES = 1 << 20
-LONGEST_PIECE_NBYTES = 16 << 20
+LONGEST_PIECE_NBYTES = 4 << 20
 # The longest message of a target on a lane.
 MAX_PULL_NBYTES = 256
 
