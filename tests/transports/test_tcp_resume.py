@@ -222,6 +222,8 @@ def test_a_source_that_sends_a_piece_twice_is_not_believed(world, between):
         lanes[1]._begin_piece(99, MIB // 2, MIB)
     with pytest.raises(RemoteProtocolError, match="bytes 4194303 to 4194305 of 4194304"):
         lanes[1]._begin_piece(99, 4 * MIB - 1, 2)
+    with pytest.raises(RemoteProtocolError, match="a piece of 4194305 bytes, at most 4194304 are taken"):
+        lanes[1]._begin_piece(99, MIB, 4 * MIB + 1)
 
 
 def test_a_payload_that_can_never_be_received_says_what_to_raise(world):
