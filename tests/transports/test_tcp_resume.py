@@ -54,6 +54,18 @@ def get(world, target, name, nbytes, timeout_s=SOON_S):
         lease.acknowledge()
 
 
+def standing_lanes(world, source, target):
+    """The lanes of a target of one source, by number, once both stand: a small payload needs only the first."""
+    put(world, source, "warm", 10)
+    get(world, target, "warm", 10)
+    (lanes,) = target._window._lanes.values()
+    deadline = time.monotonic() + SOON_S
+    while len(lanes) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return lanes
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_payload_goes_on_where_its_lane_broke(world, between, lanes):
     source, proxy, target = between(lanes=lanes, lane_nbytes=3 * MIB + 12345)
@@ -197,9 +209,7 @@ def test_a_small_payload_does_not_wait_for_large_ones(world, between):
 def test_a_payload_is_asked_for_once_although_it_was_queued_before_its_lane_stood(world, between):
     """Asked for twice on one lane it came twice, and its first half counted for the whole."""
     source, _, target = between()
-    put(world, source, "warm", 10)
-    get(world, target, "warm", 10)
-    (lanes,) = target._window._lanes.values()
+    lanes = standing_lanes(world, source, target)
     said = []
     lanes[1]._say = said.append
     transfer = Transfer(99, lanes[1].call.link, 99, 99, 4 * MIB, 99)
@@ -210,9 +220,7 @@ def test_a_payload_is_asked_for_once_although_it_was_queued_before_its_lane_stoo
 
 def test_a_source_that_sends_a_piece_twice_is_not_believed(world, between):
     source, _, target = between()
-    put(world, source, "warm", 10)
-    get(world, target, "warm", 10)
-    (lanes,) = target._window._lanes.values()
+    lanes = standing_lanes(world, source, target)
     lanes[1]._say = lambda message: None
     transfer = Transfer(99, lanes[1].call.link, 99, 99, 4 * MIB, 99)
     transfer.room = target.pool.take(4 * MIB)
