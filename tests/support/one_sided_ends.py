@@ -9,7 +9,7 @@ from collections import deque
 from omnikv.core.keys import Edge, PayloadId
 from omnikv.transports.base import Capabilities, Endpoint
 from omnikv.transports.one_sided import OneSidedTransport
-from omnikv.transports.one_sided_engine import EngineFault
+from omnikv.transports.one_sided_engine import EngineFault, one_by_one
 from omnikv.transports.proved_sockets import Meeting
 
 
@@ -49,12 +49,12 @@ class CopyingEngine:
     def forget(self, source):
         self.sources.discard(source)
 
-    def start(self, source, local, remote, nbytes):
+    def start(self, source, local, places):
         self.started.release()
         assert self.may_start.wait(60)
         if self.refusals:
             raise EngineFault("start", self.refusals.popleft())
-        return CopyingRead(self, local, remote, nbytes)
+        return CopyingRead(self, list(one_by_one(local, places)))
 
     def serve(self):
         self.served.release()
@@ -64,9 +64,9 @@ class CopyingEngine:
 
 
 class CopyingRead:
-    def __init__(self, engine, local, remote, nbytes):
+    def __init__(self, engine, moves):
         self.engine = engine
-        self.move = (local, remote, nbytes)
+        self.moves = moves
 
     def poll(self):
         if not self.engine.may_end.is_set():
@@ -74,7 +74,8 @@ class CopyingRead:
         self.engine.ended += 1
         if self.engine.endings:
             raise EngineFault("poll", self.engine.endings.popleft())
-        ctypes.memmove(*self.move)
+        for move in self.moves:
+            ctypes.memmove(*move)
         return True
 
 
@@ -82,7 +83,7 @@ class CopyingTransport(OneSidedTransport):
     name = "copying"
     capabilities = Capabilities(cross_process=False, cross_host=False, shared_memory=False, notices_peer_death=True)
 
-    def __init__(self, endpoint, engine, *, pool_nbytes=4 << 20, landing_nbytes=4 << 20, **meeting):
+    def __init__(self, endpoint, engine, *, pool_nbytes=4 << 20, landing_nbytes=4 << 20, lend=False, **meeting):
         super().__init__(
             endpoint,
             Meeting(**meeting),
@@ -90,6 +91,7 @@ class CopyingTransport(OneSidedTransport):
             pool_nbytes=pool_nbytes,
             landing_nbytes=landing_nbytes,
             segment_nbytes=1 << 20,
+            lend=lend,
         )
 
 
@@ -104,8 +106,8 @@ class CopyingWorld:
     def payload(self, transfer_id, source=0, target=0):
         return PayloadId(edge=self.edge, transfer_id=transfer_id, source_rank=source, target_rank=target)
 
-    def source(self, rank=0, targets=(0,), *, engine=None, **options):
-        endpoint = Endpoint(edge=self.edge, side="source", rank=rank, peer_ranks=targets)
+    def source(self, rank=0, targets=(0,), *, engine=None, payload_ttl_s=300.0, **options):
+        endpoint = Endpoint(edge=self.edge, side="source", rank=rank, peer_ranks=targets, payload_ttl_s=payload_ttl_s)
         transport = CopyingTransport(endpoint, engine or CopyingEngine(), **options)
         self.stack.callback(transport.close)
         self.addresses[rank] = transport.address

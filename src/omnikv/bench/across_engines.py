@@ -166,7 +166,7 @@ def _receive(pipe: Connection, way: Way, nbytes: int, total: int) -> None:
             engine.learn(word)
         for number in range(total):
             began = time.perf_counter()
-            reading = engine.start(source, memory.address, remote, nbytes)
+            reading = engine.start(source, memory.address, [(remote, nbytes)])
             while not reading.poll():
                 if not engine.needs_serving:
                     time.sleep(PAUSE_S)

@@ -140,8 +140,9 @@ class KVSender(_RouteEnd):
         )
         self._dtype = _sent_dtype(dtype, model)
         super().__init__(route, "source", rank, route.pieces_from(rank), resolved, model, readers=readers)
-        carried = resolved.checksum
-        self._checksum = not self._transport.capabilities.shared_memory if carried is None else carried
+        carried, transport_here = resolved.checksum, self._transport
+        is_default = not transport_here.capabilities.shared_memory and not transport_here.lends
+        self._checksum = is_default if carried is None else carried
 
     def send(
         self,
@@ -155,6 +156,9 @@ class KVSender(_RouteEnd):
         timeout_s: float | None = None,
     ) -> SendReport:
         """What was published, once every target rank's payload is readable; `layers` may be reused at once.
+
+        Not so where the transport was opened with the option `lend`: there the blocks of a `PagedKV` are read where
+        they lie, and must stay as they are until `census()["lent"]` is 0.
 
         `layers` holds one (key, value) pair a layer, each `[tokens, kv_heads, head_dim]` with this rank's heads in the
         route's order, or is a `PagedKV`. On a route with boxes, those are this rank's layers, ascending, and the

@@ -13,6 +13,7 @@ from omnikv.core.reshard import HeadIds, Piece
 from omnikv.core.wire import Extension
 from omnikv.errors import HandoffError, OmniKVError, PutRejected, TransportError
 from omnikv.handoff.cut import OwnLayers, cut, regions_of
+from omnikv.tensors.lent import LentPayload
 from omnikv.tensors.pack import PayloadPlan, plan_payload
 from omnikv.transports.base import PutRequest, Transport
 
@@ -85,6 +86,7 @@ def publish_all(
     Room for the whole request is taken before anything is written, and waited for until `deadline` (monotonic seconds);
     nothing is visible before everything is written. So a failure leaves no half request behind: the receivers are told
     its cause instead, unless the same send can succeed later. At most `pack_threads` threads write, None for the usual.
+    Where the transport lends, what can stay where it lies is lent instead of written.
 
     Raises:
         PutRejected: no room by then (`retryable`), never enough room, or the request is already live (whose payloads
@@ -93,11 +95,14 @@ def publish_all(
         TransportError: the transport failed.
     """
     with _ReceiversTold(transport, [identity for identity, _ in plans]), ExitStack() as stack:
-        wanted = [PutRequest(identity, plan.nbytes) for identity, plan in plans]
+        parts = [(identity, LentPayload(plan) if transport.lends else plan) for identity, plan in plans]
+        wanted = [PutRequest(identity, part.nbytes) for identity, part in parts]
         slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
-        for slot, (identity, plan) in zip(slots, plans, strict=True):
+        for slot, (identity, part) in zip(slots, parts, strict=True):
             with _copy_faults_mapped(identity):
-                plan.write_into(slot.buffer, pack_threads, slot.written)
+                part.write_into(slot.buffer, pack_threads, slot.written)
+            if isinstance(part, LentPayload):
+                slot.lend(part.loan)
         for slot in slots:
             slot.publish()
 

@@ -146,6 +146,32 @@ class BlockSource:
         """Where the blocks are."""
         return self._blocks.device
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The blocks of the whole pool, this request's and others'."""
+        return self._blocks
+
+    def runs(self) -> list[tuple[int, int]] | None:
+        """`(address, bytes)` of the stretches of host memory that are this tensor's bytes, one after another.
+
+        None where some heads, strides within a block or a device make them no such bytes.
+        """
+        blocks = self._blocks
+        if self._runs is not None or not blocks.numel() or not is_plain(blocks[0]):
+            return None
+        span, slots = self._span, blocks.shape[1]
+        block_nbytes = blocks[0].nbytes
+        token_nbytes, stride_nbytes = block_nbytes // slots, blocks.stride(0) * blocks.element_size()
+        if stride_nbytes == block_nbytes:
+            whole = span.runs
+        else:
+            whole = tuple(
+                (at * slots, block * slots, min(slots, span.num_tokens - at * slots))
+                for at, block in enumerate(span.block_ids)
+            )
+        origin = blocks.data_ptr()
+        return [(origin + start // slots * stride_nbytes, length * token_nbytes) for _, start, length in whole]
+
     def add_moves(self, address: int, moves: list[Move]) -> bool:
         """As `HostSource`."""
         token_nbytes = self._token_nbytes

@@ -47,13 +47,13 @@ def _no_one(begin: int, end: int) -> None:
 class PayloadPlan:
     """A payload that is laid out and not yet written: `nbytes` in all, `header` as its reader will see it."""
 
-    __slots__ = ("_head", "_sources", "header", "nbytes")
+    __slots__ = ("_head", "header", "nbytes", "sources")
 
     def __init__(self, header: Header, sources: Sequence[TensorSource]) -> None:
         """`sources` are the tensors of `header.spans`, in that order."""
         self.header = header
         self._head = encode_head(header)
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
         self.nbytes = len(self._head) + header.data_nbytes
 
     def write_into(
@@ -104,12 +104,12 @@ class PayloadPlan:
         return payload
 
     def _fill(self, data: torch.Tensor, threads: int | None = None, written: Written = no_one) -> None:
-        fill(list(zip(self._sources, span_views(data, self.header.spans), strict=True)), threads, written)
+        fill(list(zip(self.sources, span_views(data, self.header.spans), strict=True)), threads, written)
 
     def _moves(self, address: int) -> list[Move] | None:
         """The moves that write all data from `address` on, or None where a source takes more than that."""
         moves: list[Move] = []
-        for source, span in zip(self._sources, self.header.spans, strict=True):
+        for source, span in zip(self.sources, self.header.spans, strict=True):
             add_moves = getattr(source, "add_moves", None)
             if add_moves is None or not add_moves(address + span.offset, moves):
                 return None

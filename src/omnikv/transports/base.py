@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple
 
 from omnikv.core.keys import Edge, PayloadId
+from omnikv.core.lending import Loan
 from omnikv.errors import ConfigError, OmniKVError
 
 Side = Literal["source", "target"]
@@ -121,6 +122,17 @@ class Slot(AbstractContextManager["Slot"]):
         before the payload is published. Any thread may call this, once for each byte.
         """
 
+    def lend(self, loan: Loan) -> None:
+        """The payload is what `loan` says, partly of this buffer and partly of its caller's memory, not the buffer.
+
+        Call once, before `publish`. The memory must stay as it is while the transport's `census` counts it as lent.
+
+        Raises:
+            ConfigError: the transport does not lend (`Transport.lends`).
+            TransportError: its engine does not take the memory.
+        """
+        raise ConfigError("this transport copies what it sends; lend=True is an option of nixl")
+
     @abstractmethod
     def publish(self) -> None:
         """Make the payload readable by its receiver and wake it. Call once.
@@ -166,6 +178,8 @@ class Transport(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    # Whether senders are to lend what they send (`Slot.lend`), as they were told by an option.
+    lends: bool = False
 
     @abstractmethod
     def reserve(self, payload: PayloadId, nbytes: int) -> Slot:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from omnikv.errors import TransportUnavailable
-from omnikv.transports.one_sided_engine import EngineFault, Reading
+from omnikv.transports.one_sided_engine import EngineFault, Place, Reading, one_by_one
 
 NAME = "mooncake"
 _INSTALL = (
@@ -100,13 +101,14 @@ class MooncakeEngine:
     def forget(self, source: str) -> None:
         """Nothing; the engine keeps what it knows of its peers to itself."""
 
-    def start(self, source: str, local: int, remote: int, nbytes: int) -> Reading:
+    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
         """A read, once the source's engine has answered, which may take as long as its network lets it.
 
         Raises:
             EngineFault: the source's engine was not reached, or took nothing.
         """
-        batch = self._engine.batch_transfer_async_read(source, [local], [remote], [nbytes])
+        locals_, remotes, sizes = zip(*one_by_one(local, places), strict=True)
+        batch = self._engine.batch_transfer_async_read(source, list(locals_), list(remotes), list(sizes))
         if batch <= 0:
             raise EngineFault("batch_transfer_async_read", batch)
         return _Batch(self._engine, batch)

@@ -23,6 +23,9 @@ class NixlTransport(OneSidedTransport):
     `segment_nbytes` are those of `tcp.TcpTransport`: they settle who meets whom, over the link that is proved. UCX's
     own connections are not: over TCP they let anybody read or write this process's memory who reaches its port.
 
+    With `lend`, a source's targets read paged caches where they lie, and nothing is gathered. Its caller promises to
+    leave a request's blocks as they are until `census()["lent"]` says that none are lent, whatever becomes of it.
+
     Raises:
         ConfigError: a setting is wrong, or an address beyond loopback has neither a secret nor TLS.
         TransportUnavailable: this is not Linux, or NIXL is missing or does not start.
@@ -47,6 +50,7 @@ class NixlTransport(OneSidedTransport):
         pool_nbytes: int | None = None,
         landing_nbytes: int | None = None,
         segment_nbytes: int = DEFAULT_SEGMENT_NBYTES,
+        lend: bool = False,
     ) -> None:
         meeting = Meeting(
             listen=listen, peers=peers, secret=secret, secret_file=secret_file, tls=tls, dead_after_s=dead_after_s
@@ -58,4 +62,5 @@ class NixlTransport(OneSidedTransport):
             pool_nbytes=pool_nbytes,
             landing_nbytes=landing_nbytes,
             segment_nbytes=segment_nbytes,
+            lend=lend,
         )

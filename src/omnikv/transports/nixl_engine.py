@@ -14,11 +14,12 @@ import importlib
 import os
 import threading
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omnikv.errors import TransportUnavailable
-from omnikv.transports.one_sided_engine import EngineFault, Reading
+from omnikv.transports.one_sided_engine import EngineFault, Place, Reading, one_by_one
 
 NAME = "nixl"
 _INSTALL = "install it with `pip install 'omnikv[nixl]'`"
@@ -98,15 +99,16 @@ class NixlEngine:
         with self._lock, contextlib.suppress(EngineFault), _faults("remove_remote_agent"):
             self._agent.remove_remote_agent(source)
 
-    def start(self, source: str, local: int, remote: int, nbytes: int) -> Reading:
+    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
         """A read that goes on while it is asked after.
 
         Raises:
             EngineFault: the agent knows no such source or memory, or could not begin.
         """
         with self._lock, _faults("transfer"):
-            here = self._agent.get_xfer_descs([(local, nbytes, 0)], _HOST_MEMORY)
-            there = self._agent.get_xfer_descs([(remote, nbytes, 0)], _HOST_MEMORY)
+            moves = list(one_by_one(local, places))
+            here = self._agent.get_xfer_descs([(to, nbytes, 0) for to, _, nbytes in moves], _HOST_MEMORY)
+            there = self._agent.get_xfer_descs([(origin, nbytes, 0) for _, origin, nbytes in moves], _HOST_MEMORY)
             handle = self._agent.initialize_xfer("READ", here, there, source)
             reading = _Transfer(self._agent, handle, self._lock)
             reading.begin()

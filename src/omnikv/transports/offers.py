@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.lease import End
+from omnikv.core.lending import Loan
 from omnikv.core.messages import Absent, Ack, Interest, Over, Return, Unwant, Want
 from omnikv.errors import ConfigError, RemoteProtocolError, TransportError
 from omnikv.transports.base import MAX_ASKS, Endpoint, PutRequest, Slot
@@ -80,16 +80,27 @@ class Shelf(Protocol[Room]):
         """Give everything back. Leased bytes may stay readable where the medium allows it."""
 
 
+@runtime_checkable
+class LendingShelf(Protocol):
+    """A shelf that can also show what stays in its caller's memory."""
+
+    def lend(self, room: Any, loan: Loan) -> None:
+        """The payload in `room` is what `loan` says. Called without the lock, before it is shown.
+
+        Raises:
+            TransportError: the engine does not take the memory.
+        """
+
+
 class PairSlot(Slot):
     """Room for one payload at its sender."""
 
-    def __init__(
-        self, offers: Offers[Any], ticket: Ticket[Any], view: memoryview, wrote: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, offers: Offers[Any], ticket: Ticket[Any], shelf: Shelf[Any], room: Any) -> None:
         self._offers = offers
         self._ticket = ticket
-        self._view = view
-        self._wrote = wrote
+        self._shelf = shelf
+        self._room = room
+        self._view = shelf.view(room)
 
     @property
     def buffer(self) -> memoryview:
@@ -104,7 +115,14 @@ class PairSlot(Slot):
         """
         if not 0 <= begin <= end <= len(self._view):
             raise ConfigError(f"bytes {begin} to {end} are not in a payload of {len(self._view)} bytes")
-        self._wrote(begin, end)
+        self._shelf.wrote(self._room, begin, end)
+
+    def lend(self, loan: Loan) -> None:
+        """Leave a part of the payload in its caller's memory, where the shelf can."""
+        if isinstance(self._shelf, LendingShelf):
+            self._shelf.lend(self._room, loan)
+        else:
+            super().lend(loan)
 
     def publish(self) -> None:
         """Make the payload readable and tell a receiver that waits for it."""
@@ -166,10 +184,7 @@ class Offers(Generic[Room]):
                     for link, ask in self._waiting.get(ticket.payload, ()):
                         self._shelf.promise(link, ask, room)
             on_failure.pop_all()
-        return [
-            PairSlot(self, ticket, self._shelf.view(room), partial(self._shelf.wrote, room))
-            for ticket, room in zip(tickets, rooms, strict=True)
-        ]
+        return [PairSlot(self, ticket, self._shelf, room) for ticket, room in zip(tickets, rooms, strict=True)]
 
     def publish(self, ticket: Ticket[Room]) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""

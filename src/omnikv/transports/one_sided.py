@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable
 
 from omnikv.core.authentication import Claim
+from omnikv.errors import ConfigError
 from omnikv.transports.base import Endpoint
 from omnikv.transports.links import Link
 from omnikv.transports.one_sided_engine import Engine
+from omnikv.transports.one_sided_loans import LentMemory
 from omnikv.transports.one_sided_memory import RegisteredPool
 from omnikv.transports.one_sided_messages import ToSourceOneSided, ToTargetOneSided
 from omnikv.transports.one_sided_shelf import OneSidedShelf
@@ -59,7 +61,11 @@ class OneSidedTransport(PairTransport):
         pool_nbytes: int | None,
         landing_nbytes: int | None,
         segment_nbytes: int,
+        lend: bool = False,
     ) -> None:
+        if not isinstance(lend, bool):
+            raise ConfigError(f"{self.name}: lend must be true or false, got {lend!r}")
+        self.lends = lend and endpoint.side == "source"
         self._sockets = ProvedSockets(endpoint, meeting, self, to_source=ToSourceOneSided, to_target=ToTargetOneSided)
         is_source = endpoint.side == "source"
         setting, nbytes = ("pool_nbytes", pool_nbytes) if is_source else ("landing_nbytes", landing_nbytes)
@@ -67,6 +73,7 @@ class OneSidedTransport(PairTransport):
         self._engine = open_engine()
         linger_s = LINGER_TIMES * float(meeting.dead_after_s)
         self._memory = RegisteredPool(pool, self._engine, transport=self.name, linger_s=linger_s)
+        self._lent = LentMemory(self._engine, transport=self.name, linger_s=linger_s)
         self._shelf: OneSidedShelf | None = None
         self._window: OneSidedWindow | None = None
         try:
@@ -89,6 +96,11 @@ class OneSidedTransport(PairTransport):
     def engine(self) -> Engine:
         """The engine of this end."""
         return self._engine
+
+    def census(self) -> dict[str, int]:
+        """As every transport's; `lent` besides: how many payloads still hold their callers' memory, where it lends."""
+        counts = super().census()
+        return {**counts, "lent": self._lent.num_loans} if self.lends else counts
 
     def close(self) -> None:
         """Stop serving, end the threads, give descriptors and memory back; views stay readable. Idempotent."""
@@ -113,7 +125,7 @@ class OneSidedTransport(PairTransport):
 
     def _open_shelf(self) -> OneSidedShelf:
         thread_name = f"omnikv-{self.name}-serves-{self._endpoint.rank}"
-        self._shelf = OneSidedShelf(self._memory, self._engine, thread_name)
+        self._shelf = OneSidedShelf(self._memory, self._lent, self._engine, thread_name)
         return self._shelf
 
     def _open_window(self) -> OneSidedWindow:
@@ -142,7 +154,9 @@ class OneSidedTransport(PairTransport):
                 describe(self._endpoint),
             )
             return
-        self._memory.close(is_read=self._shelf is not None and self._shelf.is_read)
+        is_read = self._shelf is not None and self._shelf.is_read
+        self._lent.close(is_read=is_read)
+        self._memory.close(is_read=is_read)
         self._engine.close()
 
     def _break_down(self, fault: BaseException) -> None:

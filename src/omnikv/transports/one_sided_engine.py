@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+# `(address, bytes)` of a stretch of a source's memory.
+Place: TypeAlias = "tuple[int, int]"
 
 
 class EngineFault(Exception):
@@ -55,8 +59,8 @@ class Engine(Protocol):
     def forget(self, source: str) -> None:
         """Nothing; gives back what reading from `source` took."""
 
-    def start(self, source: str, local: int, remote: int, nbytes: int) -> Reading:
-        """A read of `nbytes` at the address `remote` of `source` into the address `local` here, registered both.
+    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
+        """A read of these places of `source`, one after another into the address `local` here; all are registered.
 
         Raises:
             EngineFault: it could not begin; nothing of it comes.
@@ -67,3 +71,10 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Nothing; gives everything back. No read is under way."""
+
+
+def one_by_one(local: int, places: Sequence[Place]) -> Iterator[tuple[int, int, int]]:
+    """`(to, from, bytes)` of each of a read's places, to `local` and on from there."""
+    for address, nbytes in places:
+        yield local, address, nbytes
+        local += nbytes

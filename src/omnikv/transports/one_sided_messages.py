@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from omnikv.core.lending import MAX_SPANS
 from omnikv.core.messages import Count, ToSource, ToTarget
 
 MAX_WORD_NBYTES = 32768
@@ -18,12 +19,14 @@ class Reach(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """Answers an ask: the payload lies at this address of the source, and is leased to the asker as `lease`."""
+    """Answers an ask: the payload is what lies at these places of the source, one after another: (address, bytes).
+
+    It is leased to the asker as `lease`.
+    """
 
     ask: Count
     lease: Count
-    address: Count
-    nbytes: Count
+    places: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(min_length=1, max_length=MAX_SPANS)]
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):

@@ -11,10 +11,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from omnikv.transports.one_sided_engine import Engine, EngineFault, Reading
+from omnikv.transports.one_sided_engine import Engine, EngineFault, Place, Reading
 
 TRIES = 3
 RETRY_S = 0.05
@@ -27,9 +27,9 @@ GONE_PAUSE_S = 0.02
 
 
 class Pull(Protocol):
-    """One payload to be read: from `remote` at its source into `local` here."""
+    """One payload to be read: from `places` of its source into `local` here, `nbytes` in all."""
 
-    remote: int
+    places: Sequence[Place]
     nbytes: int
 
     @property
@@ -155,7 +155,7 @@ class Puller(Generic[P]):
             self._failed(wanted, tries, EngineFault("meeting the source", "nothing that this engine understands"))
             return
         try:
-            reading = self._engine.start(self._source, wanted.local, wanted.remote, wanted.nbytes)
+            reading = self._engine.start(self._source, wanted.local, wanted.places)
         except EngineFault as fault:
             self._failed(wanted, tries, fault)
             return

@@ -8,14 +8,14 @@ alone, so between Placed and Sound the source cannot have given the payload's ro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from omnikv.core.messages import Return
 from omnikv.errors import PutRejected, RemoteProtocolError, TransportError
 from omnikv.transports.links import Link
-from omnikv.transports.one_sided_engine import Engine, EngineFault
+from omnikv.transports.one_sided_engine import Engine, EngineFault, Place
 from omnikv.transports.one_sided_memory import RegisteredPool
 from omnikv.transports.one_sided_messages import Drawn, Placed, Reach, Sound
 from omnikv.transports.one_sided_puller import Puller
@@ -31,8 +31,8 @@ class Transfer:
         self.link = link
         self.ask = placed.ask
         self.lease = placed.lease
-        self.remote = placed.address
-        self.nbytes = placed.nbytes
+        self.places: Sequence[Place] = placed.places
+        self.nbytes = sum(nbytes for _, nbytes in placed.places)
         self.is_over = False
         self.is_whole = False
         self.room: Room | None = None
@@ -81,7 +81,7 @@ class OneSidedWindow:
             if message.lease in transfers:
                 raise RemoteProtocolError(f"lease {message.lease} is told of twice")
             transfer = transfers[message.lease] = Transfer(link, message)
-            if not message.nbytes:
+            if not transfer.nbytes:
                 transfer.is_whole = True
                 link.send(Drawn(message.lease))
             elif self._find_wants().is_expected(link, message.ask):

@@ -61,7 +61,8 @@ def open_transport(name: str, endpoint: Endpoint, options: Mapping[str, Any] | N
         # Bound rather than called: a TypeError from inside of the factory is its own.
         signature(factory).bind(endpoint, **wanted)
     except TypeError as error:
-        raise ConfigError(f"transport {name!r} does not take the options {list(wanted)}: {error}") from error
+        hint = "; lend is an option of nixl alone, the others copy what they send" if "lend" in wanted else ""
+        raise ConfigError(f"transport {name!r} does not take the options {list(wanted)}: {error}{hint}") from error
     transport = factory(endpoint, **wanted)
     return transport if transport.capabilities.keeps_deadlines else BoundedTransport(transport)
 
