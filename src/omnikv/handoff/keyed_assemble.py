@@ -18,7 +18,14 @@ from omnikv.core.topology import KVTPTopology
 from omnikv.errors import HandoffError, OmniKVError, PayloadLost, WireError, WireReason
 from omnikv.handoff.engine_connector import Delivery, Stages
 from omnikv.tensors.place import borrows_from, map_tensors, move_tensors
-from omnikv.tensors.shards import Merger, Slicer, merge_received_rank_shards, require_layers, slice_received_rank_shard
+from omnikv.tensors.shards import (
+    Merger,
+    Slicer,
+    merge_received_rank_shards,
+    pop_heads_stamp,
+    require_layers,
+    slice_received_rank_shard,
+)
 
 _Made = TypeVar("_Made")
 
@@ -29,7 +36,8 @@ class ReceiveRoute:
 
     `address` is where rank 0 of the sender listens. It is named to the connector for shards of a certain rank, and for
     all shards when it belongs to this one receive (`address_every_shard`). `num_kv_heads` are the model's, over all
-    ranks: with fewer than a stage has ranks, several shards hold the same head, and only this tells which (X01).
+    ranks, where the settings state them: with fewer than a stage has ranks, several shards hold the same head, and only
+    this, or the same stated by the sender, tells which (X01).
     """
 
     stages: Stages
@@ -67,17 +75,18 @@ def assemble_shards(
 
     Raises:
         WireError: the shards do not fit together, or hold no layers: a payload without KV must not count as received.
-        TopologyError: they do not hold all heads that this rank needs, by `num_kv_heads`.
+        TopologyError: they do not hold all heads that this rank needs, by the model's number of them.
         HandoffError: an engine's merger or slicer failed.
     """
-    payloads = [shard.data for shard in shards]
+    payloads, stated = pop_heads_stamp([shard.data for shard in shards])
+    num_kv_heads = route.num_kv_heads or stated
     merged: Any = payloads[0]
     if len(payloads) > 1:
         merged = by_hook(
             "payload merger",
             request_id,
             lambda: merge_received_rank_shards(
-                payloads, route.merger, list(sources), topo=route.topo, num_kv_heads=route.num_kv_heads
+                payloads, route.merger, list(sources), topo=route.topo, num_kv_heads=num_kv_heads
             ),
         )
     data = by_hook(

@@ -10,7 +10,8 @@ request would give a tensor that looks right and is not (X03, X04, X05).
 
 A shard does not say which heads it holds. Where there are fewer KV heads than ranks, neighbouring ranks hold the same
 ones, and joining their shards side by side would double them (X01). So whoever knows the model says how many KV heads
-it has; which shard then gives which head is planned as for every other route (`omnikv.core.plan`).
+it has: a sender in its payload (`heads_stamp`), or a receiver's settings. Which shard then gives which head is planned
+as for every other route (`omnikv.core.plan`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ Merger = Callable[[list[Payload]], Payload | None]
 Slicer = Callable[[Payload | None], Payload | None]
 
 CACHE_NAMES = ("key_cache", "value_cache")
+
+# In a payload's metadata: how many KV heads the model has over all ranks, where ranks of its sender hold copies.
+HEADS_STAMP_KEY = "tp_num_kv_heads"
 
 
 def slice_kv_tensor_heads(tensor: torch.Tensor | None, offset_in_shard: int, num_slices: int) -> torch.Tensor | None:
@@ -83,6 +87,37 @@ def slice_for_target(layer_blocks: dict[str, Any], topo: KVTPTopology, target_ra
 def sender_stamp(topo: KVTPTopology, target_rank: int) -> dict[str, Any]:
     """The published stamp of a payload that this sender rank has cut for `target_rank`."""
     return _stamp("sender", topo, target_rank) | {"source_rank": topo.local_rank}
+
+
+def heads_stamp(topo: KVTPTopology, num_kv_heads: int | None) -> dict[str, int]:
+    """What a sender of this model adds to a payload's metadata: nothing where its ranks have heads of their own."""
+    has_copies = num_kv_heads is not None and num_kv_heads < topo.source_tp_size
+    return {HEADS_STAMP_KEY: num_kv_heads} if num_kv_heads is not None and has_copies else {}
+
+
+def pop_heads_stamp(payloads: Sequence[Payload]) -> tuple[list[Payload], int | None]:
+    """The payloads without their `heads_stamp`, and the model's number of KV heads that it states, if it does.
+
+    Raises:
+        WireError: the shards state no number, or different ones.
+    """
+    stated: list[object] = []
+    bare: list[Payload] = []
+    for payload in payloads:
+        metadata = payload.get("metadata")
+        if isinstance(metadata, dict) and HEADS_STAMP_KEY in metadata:
+            stated.append(metadata[HEADS_STAMP_KEY])
+            payload = payload | {"metadata": {key: metadata[key] for key in metadata if key != HEADS_STAMP_KEY}}
+        bare.append(payload)
+    if not stated:
+        return bare, None
+    if len(set(map(repr, stated))) > 1 or type(stated[0]) is not int or stated[0] < 1:
+        raise _misfit(
+            f"the shards must state one number of the model's KV heads ({HEADS_STAMP_KEY}), got "
+            f"{', '.join(map(repr, stated))}",
+            WireReason.HEADER_FIELD,
+        )
+    return bare, stated[0]
 
 
 def slice_received_rank_shard(

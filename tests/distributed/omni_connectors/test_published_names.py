@@ -155,6 +155,20 @@ def test_vllms_configuration_is_asked_when_the_model_has_none(module, od_config)
         manager.close()
 
 
+def test_vllms_configuration_says_how_many_kv_heads_the_model_has_where_the_settings_do_not(module):
+    from types import SimpleNamespace
+
+    vllms = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+    make = module.OmniKVTransferManager.from_vllm_config
+    for stated, expected in (({}, 2), ({"kv_num_heads": 8}, 8)):
+        manager = make(SimpleNamespace(model_config=vllms), SimpleNamespace(omni_kv_config=stated))
+        assert manager.config.kv_num_heads == expected
+        manager.close()
+    manager = make(SimpleNamespace(), vllms)
+    assert manager.config.kv_num_heads == 2
+    manager.close()
+
+
 def test_a_connector_that_cannot_be_opened_is_tried_once(make_manager, caplog):
     manager = make_manager(connector_config={"type": "no such"})
     assert manager.connector is None

@@ -322,6 +322,31 @@ def test_x01_d19_a_head_that_several_senders_hold_is_received_once(
         assert heads_of(received) == sorted({held[sender] for sender in senders})
 
 
+@pytest.mark.parametrize(("num_heads", "from_tp", "to_tp"), [(2, 4, 2), (2, 4, 1), (3, 6, 3)])
+def test_x01_a_sender_that_knows_its_model_says_which_heads_are_copies(
+    make_sender, make_receiver, connector, heads_of, num_heads, from_tp, to_tp
+):
+    from vllm_omni.distributed.omni_connectors.kv_transfer_manager import KVCacheTransferData
+
+    for rank in range(from_tp):
+        sender = make_sender(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp, kv_num_heads=num_heads)
+        held = torch.full((3, 1, 4), float(rank * num_heads // from_tp))
+        payload = KVCacheTransferData("r1", {"key_cache": [held], "value_cache": [held]}, [0], {"seq_len": 3})
+        sender._transfer_kv_cache(payload, "r1")
+    for rank in range(to_tp):
+        receiver = make_receiver(connector=connector, rank=rank, from_tp=from_tp, to_tp=to_tp)
+        received, _ = receiver.receive_kv_cache_for_request("r1")
+        assert heads_of(received) == list(range(rank * num_heads // to_tp, (rank + 1) * num_heads // to_tp))
+        assert received["metadata"] == {"seq_len": 3}
+
+
+def test_x01_senders_that_do_not_agree_on_their_model_are_refused(make_receiver, connector, packed):
+    for sender, stated in ((0, 2), (1, 3)):
+        connector.kept[key(sender, 0)] = packed(metadata={"seq_len": 3, "tp_num_kv_heads": stated})
+    receiver = make_receiver(connector=connector, rank=0, from_tp=4, to_tp=2)
+    assert receiver.receive_kv_cache_for_request("r1") == (None, 0)
+
+
 @pytest.mark.parametrize(("num_heads", "from_tp", "to_tp"), [(2, 2, 4), (8, 8, 16), (1, 1, 2)])
 def test_x02_d18_a_receiver_among_more_ranks_than_heads_gets_its_copy(
     make_receiver, connector, packed, heads_of, num_heads, from_tp, to_tp

@@ -97,11 +97,18 @@ class OmniKVTransferManager(SendingStage, PrefetchingStage):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, model_config: Any) -> OmniKVTransferManager:
-        """A manager from the model's `omni_kv_config`, else from the connector in vLLM's `kv_transfer_config`."""
+        """A manager from the model's `omni_kv_config`, else from the connector in vLLM's `kv_transfer_config`.
+
+        Where the settings do not say how many KV heads the model has, vLLM's configuration does.
+        """
         if isinstance(getattr(model_config, "omni_kv_config", None), dict):
-            return cls.from_od_config(model_config)
-        connector = settings.connector_of_transfer_config(getattr(vllm_config, "kv_transfer_config", None))
-        return cls(OmniKVCacheConfig(connector_config=connector))
+            manager = cls.from_od_config(model_config)
+        else:
+            connector = settings.connector_of_transfer_config(getattr(vllm_config, "kv_transfer_config", None))
+            manager = cls(OmniKVCacheConfig(connector_config=connector))
+        if manager.config.kv_num_heads is None:
+            manager.config.kv_num_heads = settings.num_kv_heads_of(model_config, vllm_config)
+        return manager
 
     @property
     def tp_topology(self) -> KVTPTopology:

@@ -16,6 +16,7 @@ from omnikv.handoff.keyed_send import SendRoute, announce_failure, send_finished
 from omnikv.integrations.vllm_omni import settings
 from omnikv.integrations.vllm_omni.settings import OmniKVCacheConfig
 from omnikv.tensors.pack import KVCacheTransferData
+from omnikv.tensors.shards import heads_stamp
 
 
 class SendingStage(ABC):
@@ -79,7 +80,9 @@ class SendingStage(ABC):
     _extract_kv_cache = staticmethod(extract_kv)
 
     def _transfer_kv_cache(self, kv_data: KVCacheTransferData, transfer_req_id: str) -> None:
-        send_kv(self.connector, replace(kv_data, request_id=transfer_req_id), self._send_route(), closing=self._closing)
+        stamp = heads_stamp(self._tp_topo, self.config.kv_num_heads)
+        sent = replace(kv_data, request_id=transfer_req_id, metadata={**(kv_data.metadata or {}), **stamp})
+        send_kv(self.connector, sent, self._send_route(), closing=self._closing)
 
     def _send_route(self) -> SendRoute:
         stages = Stages(*settings.require_edge("omni_from_stage and omni_to_stage", self.send_stages))

@@ -28,8 +28,10 @@ class OmniKVCacheConfig:
     round of it waits, in seconds, and which companions no request may lack. `kv_channel_address` is this host's own,
     "host" or "host:port", where the other hosts of a stage reach the rank that leads the vote. `kv_layout` says how the
     engine's caches lie (`Layout.named`) where their shapes have two readings, or are those of another layout.
-    `kv_num_heads` is how many KV heads the model has over all ranks: needed where a stage has more ranks than that, so
-    that ranks hold copies of a head, which a receiver must not take for heads of their own.
+    `kv_num_heads` is how many KV heads the model has over all ranks: it matters where a stage has more ranks than that,
+    so that ranks hold copies of a head, which a receiver must not take for heads of their own. A sender that knows it
+    states it in its payloads, and `from_vllm_config` asks vLLM's configuration for it, so only receivers of a released
+    engine's payloads need it.
     """
 
     connector_config: dict[str, Any] | None = None
@@ -187,6 +189,17 @@ def connector_of_transfer_config(kv_transfer_config: Any) -> dict[str, Any] | No
     for found in (getattr(kv_transfer_config, "omni_connector_config", None), nested):
         if isinstance(found, dict) and found:
             return found
+    return None
+
+
+def num_kv_heads_of(*configs: Any) -> int | None:
+    """How many KV heads the model has over all ranks, as vLLM's `ModelConfig` says it, or None where none does."""
+    for config in configs:
+        for candidate in (config, getattr(config, "model_config", None)):
+            ask = getattr(candidate, "get_total_num_kv_heads", None)
+            found = ask() if callable(ask) else None
+            if is_count(found):
+                return found
     return None
 
 
