@@ -65,10 +65,10 @@ def test_more_announcements_than_allowed_end_the_peer(attacked):
 
 def test_a_peer_that_never_reads_is_cut_off(attacked, monkeypatch):
     monkeypatch.setattr("omnikv.transports.proved_link.MAX_QUEUED_NBYTES", 1 << 16)
-    deaf = attacked.caller(attacked.address, rank=1)
-    deaf.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-    deaf.enter()
-    (link,) = (link for link in attacked.the_source._loop._ready if link.seat.rank == 1)
+    deaf = attacked.caller(attacked.address, rank=1).enter()
+    ready = attacked.the_source._loop._ready
+    attacked.until(lambda: any(link.seat.rank == 1 for link in list(ready)))
+    (link,) = (link for link in list(ready) if link.seat.rank == 1)
     link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     with pytest.raises(ConnectionError):
         send_until_ended(deaf, itertools.repeat(Want(1, "r", "primary", 0, False)))

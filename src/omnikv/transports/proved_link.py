@@ -207,8 +207,7 @@ class ProvedLink(Link):
             data = self._stream.read(READ_NBYTES)
         except OSError as error:
             data = b""
-            if error.errno in _DEAD:
-                self._count("dead_peers", f"{self.who} does not answer any more ({error.strerror}): given up")
+            self._count_dead(error)
         if not data and data is not None:
             self.is_over = True
             return None
@@ -257,9 +256,14 @@ class ProvedLink(Link):
     def _write(self, data: memoryview) -> int:
         try:
             return self._stream.write(data)
-        except OSError:
+        except OSError as error:
+            self._count_dead(error)
             self._cut()
             return 0
+
+    def _count_dead(self, error: OSError) -> None:
+        if error.errno in _DEAD:
+            self._count("dead_peers", f"{self.who} does not answer any more ({error.strerror}): given up")
 
     def _cut(self) -> None:
         """End the conversation without closing: the transport's thread then sees the end and tidies up."""
