@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from omnikv.core.authentication import Claim
 from omnikv.errors import ConfigError
@@ -76,11 +77,10 @@ class OneSidedTransport(PairTransport):
         self._lent = LentMemory(self._engine, transport=self.name, linger_s=linger_s)
         self._shelf: OneSidedShelf | None = None
         self._window: OneSidedWindow | None = None
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._never_mind)
             super().__init__(endpoint, self._sockets, shelf=self._open_shelf, window=self._open_window)
-        except BaseException:
-            self._never_mind()
-            raise
+            on_failure.pop_all()
 
     @property
     def address(self) -> str:

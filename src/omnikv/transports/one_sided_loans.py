@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from omnikv.core.lending import Memory
 from omnikv.errors import PutRejected, TransportError
@@ -64,7 +65,8 @@ class LentMemory:
             TransportError: closed, or the engine does not take it.
         """
         held: list[Registered] = []
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.let_go, held, is_read=False)
             with self._lock:
                 self._num_loans += 1
                 self._tidy(time.monotonic())
@@ -74,9 +76,7 @@ class LentMemory:
                     known.owner = memory.owner
                     held.append(known)
                     self._known[memory.address] = self._known.pop(memory.address)
-        except BaseException:
-            self.let_go(held, is_read=False)
-            raise
+            on_failure.pop_all()
         return held
 
     def let_go(self, held: Sequence[Registered], *, is_read: bool) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import msgspec
@@ -83,11 +84,10 @@ class MooncakeTransferEngineConnector(SenderQueries):
         self._counters: Counter[str] = Counter(puts=0, gets=0, bytes_transferred=0, errors=0, timeouts=0)
         if self.can_put:
             memory = self._memory_here()
-            try:
+            with ExitStack() as on_failure:
+                on_failure.callback(memory.close)
                 self._sender = MooncakeSender(memory.engine, self.host, self.zmq_port, ttl_s=self._ttl_s)
-            except BaseException:
-                memory.close()
-                raise
+                on_failure.pop_all()
             self.zmq_port = self._sender.port
 
     def get_connection_info(self) -> dict[str, Any]:
