@@ -19,6 +19,7 @@ from omnikv.bench.across_report import Across, across_to_json, across_to_text, j
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
 from omnikv.bench.peer import receiving_process
 from omnikv.bench.plan import judge_plans, measure_plans, plans_to_json, plans_to_text
+from omnikv.bench.receiver import serve
 from omnikv.bench.report import BAR_SIZES_MIB, SameHost, judge, to_json, to_text
 from omnikv.bench.same_host import hand_over_once, measure_size
 from omnikv.bench.small import measure_small
@@ -97,15 +98,15 @@ def run_same_host(options: argparse.Namespace, command: str) -> int:
     """
     torch.set_num_threads(options.threads)
     # A fresh receiver for each: what one left in its memory must not hide what the next one takes.
-    with receiving_process(options.threads) as pipe:
+    with receiving_process(serve, options.threads) as pipe:
         small = measure_small(pipe, options.tries, options.stream)
     sizes = []
     for size in options.sizes:
-        with receiving_process(options.threads) as pipe:
+        with receiving_process(serve, options.threads) as pipe:
             sizes.append(measure_size(pipe, Workload(size_mib=size), options.rounds))
     huge_ok = None
     if not options.no_huge:
-        with receiving_process(options.threads) as pipe:
+        with receiving_process(serve, options.threads) as pipe:
             huge_ok = hand_over_once(pipe, Workload(size_mib=HUGE_MIB, pool_factor=1))
     run = SameHost(sizes=sizes, small=small, huge_mib=HUGE_MIB, huge_ok=huge_ok)
     sys.stdout.write(to_text(run, command))

@@ -15,8 +15,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -27,15 +27,14 @@ from omnikv.bench.across_peer import (
     TIMEOUT_S,
     Lane,
     NoticeDeath,
-    Order,
     ReceiveRounds,
     ReceiveSmall,
     request_name,
     serve,
 )
 from omnikv.bench.measure import Spread
+from omnikv.bench.peer import give_order, hear, receiving_process
 from omnikv.bench.workload import Workload, bench_route
-from omnikv.errors import TransportError
 from omnikv.handoff.api import KVSender
 from omnikv.tensors.blocks import PagedKV
 from omnikv.transports.tcp import TcpTransport
@@ -106,13 +105,15 @@ def measure_across(size_mib: int, rounds: int, lanes: Sequence[Lane]) -> AcrossR
     content: dict[str, bool] = {lane.name: True for lane in lanes}
     evictor = Evictor()
     with ExitStack() as stack:
-        pipe = stack.enter_context(receiving_process())
+        pipe = stack.enter_context(receiving_process(serve))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         senders = []
         for lane in lanes:
             senders.append(_open(lane, workload))
             stack.callback(senders[-1].close)
-        order(pipe, ReceiveRounds(workload=workload, rounds=total, bare_port=listener.getsockname()[1], lanes=lanes))
+        give_order(
+            pipe, ReceiveRounds(workload=workload, rounds=total, bare_port=listener.getsockname()[1], lanes=lanes)
+        )
         bare = stack.enter_context(listener.accept()[0])
         for number in range(total):
             bare_times.append(_send_bare(pipe, bare, cold, evictor))
@@ -193,7 +194,7 @@ def measure_small_across(lane: Lane, death_lane: Lane, total: int, deaths: int) 
     Raises:
         TransportError: the receiving process is gone.
     """
-    with receiving_process() as pipe:
+    with receiving_process(serve) as pipe:
         return SmallResult(
             requests=total,
             requests_per_s=_stream(pipe, lane, total),
@@ -206,7 +207,7 @@ def _stream(pipe: Connection, lane: Lane, total: int) -> float:
     options = {**lane.options(), "listen": lane.address, "pool_nbytes": 4 * IN_FLIGHT * SMALL_NBYTES}
     source = TcpTransport(lane.endpoint("source"), **options)
     with closing(source):
-        order(pipe, ReceiveSmall(lane=lane, total=total))
+        give_order(pipe, ReceiveSmall(lane=lane, total=total))
         _hear_waiting(pipe)
         started_ns = time.monotonic_ns()
         for number in range(total):
@@ -231,7 +232,7 @@ def _kill_one(pipe: Connection, lane: Lane) -> float:
     source.start()
     try:
         hear(ready)
-        order(pipe, NoticeDeath(lane=lane))
+        give_order(pipe, NoticeDeath(lane=lane))
         _hear_waiting(pipe)
         killed_ns = time.monotonic_ns()
         assert source.pid is not None
@@ -263,52 +264,6 @@ def _free_port() -> int:
         port = PORTS.start + secrets.randbelow(len(PORTS))
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-
-
-@contextmanager
-def receiving_process() -> Iterator[Connection]:
-    """The pipe to a receiving process, which ends with the block."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), daemon=True, name="bench-receiver")
-    process.start()
-    there.close()
-    try:
-        yield here
-        order(here, None)
-        process.join(TIMEOUT_S)
-    finally:
-        here.close()
-        process.kill()
-        process.join()
-        process.close()
-
-
-def order(pipe: Connection, what: Order | None) -> None:
-    """Nothing; the receiving process carries out `what` next, or ends.
-
-    Raises:
-        TransportError: it is gone.
-    """
-    try:
-        pipe.send(what)
-    except OSError as error:
-        raise TransportError("the benchmark's receiving process ended early; its own output says why") from error
-
-
-def hear(pipe: Connection) -> object:
-    """What the receiving process says next.
-
-    Raises:
-        TransportError: it is gone, or silent.
-    """
-    try:
-        if pipe.poll(TIMEOUT_S):
-            said: object = pipe.recv()
-            return said
-    except (EOFError, OSError) as error:
-        raise TransportError("the benchmark's receiving process ended early; its own output says why") from error
-    raise TransportError(f"the benchmark's receiving process said nothing for {TIMEOUT_S} s")
 
 
 def _hear_waiting(pipe: Connection) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from omnikv.bench.receiver import TIMEOUT_S, Order, serve
+from omnikv.bench.receiver import TIMEOUT_S
 from omnikv.errors import TransportError
 
 _ENDED_EARLY = "the benchmark's receiving process ended early; its own error output says why"
 
 
 @contextmanager
-def receiving_process(torch_threads: int) -> Iterator[Connection]:
-    """The pipe to a receiving process, which ends with the block."""
+def receiving_process(serve: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """The pipe to a process that runs `serve(pipe, *arguments)`, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, torch_threads), daemon=True, name="bench-receiver")
+    process = context.Process(target=serve, args=(there, *arguments), daemon=True, name="bench-receiver")
     process.start()
     there.close()
     try:
@@ -32,8 +32,8 @@ def receiving_process(torch_threads: int) -> Iterator[Connection]:
         process.close()
 
 
-def give_order(pipe: Connection, order: Order | None) -> None:
-    """Nothing; the receiving process carries out `order` next, or ends.
+def give_order(pipe: Connection, order: object) -> None:
+    """Nothing; the receiving process carries out `order` next, or ends where it is None.
 
     Raises:
         TransportError: it is gone.
