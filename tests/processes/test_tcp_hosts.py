@@ -4,17 +4,16 @@ After each fault twenty requests are made: the first may fail and say so, the la
 """
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from answering_process import AnsweringProcess
 
 PROGRAM = Path(__file__).with_name("tcp_rank_program.py")
 MIB = 1 << 20
@@ -44,42 +43,17 @@ class Host:
         self.holder.wait()
 
 
-class Rank:
+class Rank(AnsweringProcess):
     """A rank's process on one of the hosts."""
 
     def __init__(self, host, namespace, side, **options):
-        environment = {**os.environ, "OMNIKV_SECRET": "the secret of the two hosts", "OMP_NUM_THREADS": "1"}
-        arguments = json.dumps([namespace, side, {"dead_after_s": DEAD_AFTER_S, **options}])
-        self.process = subprocess.Popen(
-            [*host.enter, sys.executable, str(PROGRAM), arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        self.pid = self.call("pid")
-
-    def begin(self, name, *arguments):
-        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def finish(self):
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer["value"]
-
-    def call(self, name, *arguments):
-        self.begin(name, *arguments)
-        return self.finish()
+        arguments = [namespace, side, {"dead_after_s": DEAD_AFTER_S, **options}]
+        super().__init__(PROGRAM, arguments, before=host.enter, more={"OMNIKV_SECRET": "the secret of the two hosts"})
 
     def kill(self):
+        # What was started is the command that enters the host; the rank itself is to die.
         os.kill(self.pid, signal.SIGKILL)
         self.end()
-
-    def end(self):
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
 
 
 class Lab:

@@ -1,16 +1,13 @@
 """Ends of an edge that no other test uses: in this process, in a process of their own, or as a bare socket."""
 
 import contextlib
-import json
-import os
 import secrets
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from answering_process import AnsweringProcess
 
 from omnikv.core.keys import Edge, PayloadId
 from omnikv.core.messages import PROTOCOL_VERSION, Hello
@@ -22,42 +19,11 @@ from omnikv.transports.shm_link import encode
 PROGRAM = Path(__file__).with_name("rank_process.py")
 
 
-class RankProcess:
-    """A process that serves one rank; `call` waits for its answer, `begin` and `finish` are its two halves."""
+class RankProcess(AnsweringProcess):
+    """A process that serves one rank."""
 
     def __init__(self, namespace, side, rank, peers, terms):
-        arguments = json.dumps([namespace, side, rank, list(peers), terms])
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.pid = self.call("pid")
-
-    def begin(self, name, *arguments):
-        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def finish(self):
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer["value"]
-
-    def call(self, name, *arguments):
-        self.begin(name, *arguments)
-        return self.finish()
-
-    def kill(self):
-        self.process.kill()
-        self.end()
-
-    def end(self):
-        # A killed process has closed its pipe's other end already.
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+        super().__init__(PROGRAM, [namespace, side, rank, list(peers), terms])
 
 
 class World:

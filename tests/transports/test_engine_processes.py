@@ -2,15 +2,12 @@
 
 import contextlib
 import importlib
-import json
-import os
 import secrets
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from answering_process import ToldProcess
 from tcp_ends import free_address
 
 from omnikv.core.keys import Edge, PayloadId
@@ -24,33 +21,14 @@ ENGINES = {"mooncake": "mooncake.engine", "nixl": "nixl_cu12._api"}
 HUGE_NBYTES = (4 << 30) + (1 << 20) + 1
 
 
-class Source:
+class Source(ToldProcess):
     def __init__(self, name, namespace, listen, pool_nbytes):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps([name, namespace, listen, pool_nbytes])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout.readline() == "open\n"
+        super().__init__(PROGRAM, [name, namespace, listen, pool_nbytes])
+        assert self.line() == b"open\n"
 
     def put(self, transfer_id, byte, nbytes):
-        self.process.stdin.write(json.dumps([transfer_id, byte, nbytes]) + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "put\n"
-
-    def kill(self):
-        self.process.kill()
-        self.end()
-
-    def end(self):
-        if self.process.stdout.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+        self.tell([transfer_id, byte, nbytes])
+        assert self.line() == b"put\n"
 
 
 class Pair:

@@ -3,16 +3,14 @@
 import contextlib
 import importlib
 import json
-import os
 import secrets
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import lent_source
 import pytest
 import torch
+from answering_process import ToldProcess
 from lent_source import HEADS, LAYERS, SLOTS, shuffled, whole_caches
 from tcp_ends import free_address
 
@@ -24,35 +22,16 @@ TOKENS = 27 * SLOTS + 5
 BLOCKS = 64
 
 
-class Source:
+class Source(ToldProcess):
     def __init__(self, *settings):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        super().__init__(PROGRAM, settings)
 
     def wait_until_open(self):
-        assert json.loads(self.process.stdout.readline()) == "open"
+        assert json.loads(self.line()) == "open"
 
     def ask(self, *command):
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def kill(self):
-        self.process.kill()
-        self.end()
-
-    def end(self):
-        if self.process.stdout.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+        self.tell(command)
+        return json.loads(self.line())
 
 
 class Stages:
