@@ -115,6 +115,7 @@ def payload() -> Iterable[list[str]]:
         "announced": begun,
         "ready": ready,
         "leased": [*ready, lease.Take(1, 0, "reader")],
+        "ready, a lease lapsed": [*ready, lease.Take(1, 0, "reader"), lease.Lapse(1, "reader", "reader, back")],
         "released": [*ready, lease.Take(1, 0, "reader"), lease.Acknowledge(1, "reader")],
         "failed": [lease.Fail("why")],
         "failed, still leased": [*ready, lease.Take(1, 0, "reader"), lease.Fail("why")],
@@ -127,6 +128,8 @@ def payload() -> Iterable[list[str]]:
         "Take": lease.Take(9, 0, "reader"),
         "Acknowledge": lease.Acknowledge(1, "reader"),
         "GiveBack": lease.GiveBack(1, "reader"),
+        "Lapse": lease.Lapse(1, "reader", "reader, back"),
+        "late Acknowledge": lease.Acknowledge(1, "reader, back"),
         "Fail": lease.Fail("why"),
         "Abort": lease.Abort("why"),
         "1 s passes": lease.TimePassed(),
@@ -152,6 +155,8 @@ def _life_cell(life: lease.Life, event: Any) -> str:
         where += ", still leased" if after.grips else ", still written"
     elif after.grips:
         where = "leased"
+    elif after.lapsed:
+        where += ", a lease lapsed"
     return f"{where}, room freed" if lease.Effect.FREE_ROOM in effects else where
 
 

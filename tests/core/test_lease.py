@@ -16,6 +16,7 @@ from omnikv.core.lease import (
     Fail,
     GiveBack,
     Interest,
+    Lapse,
     Life,
     NoInterest,
     Phase,
@@ -165,6 +166,54 @@ def test_an_acknowledgement_and_every_end_take_interest_back():
     assert life.interest == {"b"}
     life, _ = live(Abort("gone"), life=life)
     assert not life.interest
+
+
+def lapsed(life=None):
+    """A payload that process "a" had leased when its connection broke; it may be heard again as "a, back"."""
+    return live(Take(1, 0, "a"), Lapse(1, "a", "a, back"), life=life or ready())[0]
+
+
+def test_an_acknowledgement_that_was_lost_counts_when_it_is_said_again():
+    life = lapsed()
+    assert answer(life, 0) is Answer.TAKE
+    life, effects = live(Acknowledge(1, "a, back"), Acknowledge(1, "a, back"), life=life)
+    assert (life.phase, effects.count(Effect.FREE_ROOM)) == (Phase.RELEASED, 1)
+
+
+@pytest.mark.parametrize(
+    "event", [Acknowledge(1, "a"), Acknowledge(1, "b"), Acknowledge(2, "a, back"), GiveBack(1, "a, back")]
+)
+def test_only_the_name_that_was_noted_may_acknowledge_a_lapsed_lease(event):
+    life = lapsed()
+    assert live(event, life=life) == (life, [])
+
+
+def test_what_was_leased_anew_since_is_not_acknowledged_by_what_is_said_of_an_earlier_lease():
+    life, _ = live(Take(2, 0, "b"), Acknowledge(1, "a, back"), life=lapsed())
+    assert (life.phase, answer(life, 0)) == (Phase.READY, Answer.WAIT)
+    life, _ = live(GiveBack(2, "b"), Acknowledge(1, "a, back"), life=life)
+    assert answer(life, 0) is Answer.TAKE
+
+
+def test_a_lapsed_lease_of_one_reader_is_nothing_to_the_others():
+    life, _ = live(Take(2, 1, "b"), Acknowledge(2, "b"), life=lapsed(ready(num_readers=2)))
+    life, effects = live(Acknowledge(1, "a, back"), life=life)
+    assert (life.phase, effects.count(Effect.FREE_ROOM)) == (Phase.RELEASED, 1)
+
+
+def test_a_lapsed_lease_does_not_stop_the_clock_nor_outlive_its_payload():
+    life, _ = live(TimePassed(), life=lapsed(), now=TTL_S)
+    assert life.phase is Phase.EXPIRED
+    assert live(Acknowledge(1, "a, back"), life=life, now=TTL_S) == (life, [])
+    life, _ = live(Reserve(2, 1, TTL_S), Publish(2), Acknowledge(1, "a, back"), life=life, now=TTL_S)
+    assert answer(life, 0) is Answer.TAKE
+
+
+def test_a_lease_of_what_has_failed_is_over_when_it_lapses():
+    life, _ = live(Take(1, 0, "a"), Fail("broken"), life=ready())
+    life, effects = live(Lapse(1, "a", "a, back"), life=life)
+    assert effects[0] is Effect.FREE_ROOM
+    assert life.lapsed == ()
 
 
 def test_closing_frees_whatever_is_held():

@@ -37,7 +37,25 @@ MUTANTS = {
     "room is never freed": ("_tidy", lambda life, effects: (life, effects)),
     "anybody may end a lease": (
         "_find",
-        lambda life, lease, holder: next((grip for grip in life.grips if grip.lease == lease), None),
+        lambda grips, lease, holder: next((grip for grip in grips if grip.lease == lease), None),
+    ),
+    "what is said late of a lease counts although another took the payload since": (
+        "_taken",
+        lambda life, grip: life._replace(grips=(*life.grips, grip)),
+    ),
+    "what is said late of a lease is not heard": (
+        "_lapsed",
+        lambda life, lease, holder, name: life._replace(grips=core._without(life.grips, lease)),
+    ),
+    "a lease that lapses keeps others out": (
+        "_lapsed",
+        lambda life, lease, holder, name: life,
+    ),
+    "what is said late of a lease ends the payload for all readers": (
+        "_acknowledged",
+        lambda life, lease, holder, acknowledged=core._acknowledged: acknowledged(
+            life._replace(num_readers=1) if core._find(life.lapsed, lease, holder) else life, lease, holder
+        ),
     ),
     "a lease does not stop the clock": (
         "_clock",

@@ -25,7 +25,7 @@ class Naive:
     def __init__(self, ticket, num_readers, room):
         self.ticket, self.num_readers, self.room = ticket, num_readers, room
         self.written, self.published, self.end = True, False, None
-        self.used, self.leases = set(), {}
+        self.used, self.leases, self.unheard = set(), {}, {}
 
     @property
     def holds_room(self):
@@ -40,6 +40,7 @@ class AnyOrder(RuleBasedStateMachine):
     names = st.sampled_from(["a", "b"])
     readers = st.integers(0, 2)
     holders = st.sampled_from(["first", "second"])
+    names_of_holders = st.sampled_from(["first", "second", "first, back", "second, back"])
 
     def __init__(self):
         super().__init__()
@@ -63,6 +64,7 @@ class AnyOrder(RuleBasedStateMachine):
         life = self.lives.get(name)
         if life is not None and life.end is None:
             life.end = how
+            life.unheard.clear()
             self.interest[name].clear()
         self.renew(name)
 
@@ -134,18 +136,21 @@ class AnyOrder(RuleBasedStateMachine):
             assert told.room == life.room
             assert told.lease not in life.leases
             life.leases[told.lease] = (reader, holder)
+            life.unheard = {number: held for number, held in life.unheard.items() if held[0] != reader}
             self.renew(name)
             return name, told.lease
         return multiple()
 
-    @rule(lease=leases, holder=holders, used=st.booleans())
+    @rule(lease=leases, holder=names_of_holders, used=st.booleans())
     def end_lease(self, lease, holder, used):
         name, number = lease
         (self.ledger.acknowledge if used else self.ledger.give_back)(number, holder, self.now)
         life = self.lives[name]
-        reader, owner = life.leases.get(number, (None, None))
+        held = {**life.leases, **life.unheard} if used else life.leases
+        reader, owner = held.get(number, (None, None))
         if owner == holder:
-            del life.leases[number]
+            life.leases.pop(number, None)
+            life.unheard.pop(number, None)
             if used:
                 life.used.add(reader)
                 self.interest[name].discard(holder)
@@ -158,6 +163,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.ledger.leave(holder, self.now)
         for name, life in self.lives.items():
             life.leases = {number: held for number, held in life.leases.items() if held[1] != holder}
+            self.renew(name)
+
+    @rule(holder=holders)
+    def vanish(self, holder):
+        self.ledger.lapse(holder, f"{holder}, back", self.now)
+        for name, life in self.lives.items():
+            lost = {number: (reader, f"{of}, back") for number, (reader, of) in life.leases.items() if of == holder}
+            life.leases = {number: held for number, held in life.leases.items() if held[1] != holder}
+            life.unheard.update(lost if life.end is None else {})
             self.renew(name)
 
     @rule(name=names, who=holders, is_given=st.booleans())
@@ -190,15 +204,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.ledger.unacknowledged == census["ready"] == sum(life.published for life in live)
         assert census["announced"] == sum(life.written for life in live)
         assert census["leased"] == sum(bool(life.leases) for life in lives)
-        assert set(self.ledger._leases) == {number for life in lives for number in life.leases}
+        assert set(self.ledger._leases) == {number for life in lives for number in (*life.leases, *life.unheard)}
         assert self.ledger.next_expiry == min((at + TTL_S for at in self.idle_since.values()), default=None)
 
     def teardown(self):
         for holder in ("first", "second"):
             self.ledger.leave(holder, self.now)
-        assert not self.ledger._leases
+        assert set(self.ledger._leases) == {number for life in self.lives.values() for number in life.unheard}
         assert self.ledger.census()["leased"] == 0
         self.ledger.clear(self.now)
+        assert not self.ledger._leases
         assert not self.rooms_out
         assert self.ledger.unacknowledged == 0
         assert self.ledger.next_expiry is None

@@ -18,6 +18,11 @@ The clock of a life starts when it is published. Interest stops it: a reader tha
 come, and every lease. When the last interest goes, the clock starts anew. Time passes before any event is looked at,
 so what has expired can never be read.
 
+A lease whose holder cannot be heard any more has *lapsed*: the payload is ready again, for whoever asks next for that
+reader. The holder may have used it and said so in vain; if it says so again, under the name that was noted for it, this
+counts like an acknowledgement in time, as long as the payload stayed ready and nobody leased it for that reader since.
+So an acknowledgement has its effect once, whether it is heard never too often or late.
+
 Room is memory that somebody may touch. It is freed once, when the life has ended and nobody writes or reads any more:
 a payload that fails while it is written or read keeps its room until its writer or reader is done.
 
@@ -70,6 +75,7 @@ class Grip(NamedTuple):
 class Life(NamedTuple):
     """What is known of one identity. `expires_at` is None while its clock stands; `done` are the readers that used it.
 
+    `lapsed` are leases that ended unheard, at most one a reader, each with the name that may still acknowledge it.
     `is_written` says that its writer is not done with its room, and `has_room` that the room is not freed.
     """
 
@@ -80,6 +86,7 @@ class Life(NamedTuple):
     is_written: bool = False
     has_room: bool = False
     grips: tuple[Grip, ...] = ()
+    lapsed: tuple[Grip, ...] = ()
     done: frozenset[int] = frozenset()
     interest: frozenset[Hashable] = frozenset()
     expires_at: float | None = None
@@ -120,7 +127,7 @@ class Take(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """The holder of a lease used the payload."""
+    """The holder of a lease used the payload; or the name noted for a lapsed one says so."""
 
     lease: int
     holder: Hashable
@@ -131,6 +138,14 @@ class GiveBack(NamedTuple):
 
     lease: int
     holder: Hashable
+
+
+class Lapse(NamedTuple):
+    """The holder of a lease cannot be heard any more; what it did with the payload it may yet say, as `name`."""
+
+    lease: int
+    holder: Hashable
+    name: Hashable
 
 
 class Interest(NamedTuple):
@@ -166,7 +181,19 @@ class Close(NamedTuple):
 
 
 Event = (
-    Reserve | Publish | Drop | Take | Acknowledge | GiveBack | Interest | NoInterest | Fail | Abort | TimePassed | Close
+    Reserve
+    | Publish
+    | Drop
+    | Take
+    | Acknowledge
+    | GiveBack
+    | Lapse
+    | Interest
+    | NoInterest
+    | Fail
+    | Abort
+    | TimePassed
+    | Close
 )
 
 
@@ -247,11 +274,13 @@ def _after(life: Life, event: Event) -> Life:
         case Take(lease, reader, holder):
             if answer(life, reader) is not Answer.TAKE:
                 raise _refusal(life, event)
-            return life._replace(grips=(*life.grips, Grip(lease, reader, holder)))
+            return _taken(life, Grip(lease, reader, holder))
         case Acknowledge(lease, holder):
             return _acknowledged(life, lease, holder)
         case GiveBack(lease, holder):
-            return life._replace(grips=_without(life, lease, holder)) if _find(life, lease, holder) else life
+            return life._replace(grips=_without(life.grips, lease)) if _find(life.grips, lease, holder) else life
+        case Lapse(lease, holder, name):
+            return _lapsed(life, lease, holder, name)
         case Interest(who):
             return life if who in life.interest else life._replace(interest=life.interest | {who})
         case NoInterest(who):
@@ -286,12 +315,31 @@ def _dropped(life: Life) -> Life:
     return life._replace(is_written=False)
 
 
+def _taken(life: Life, grip: Grip) -> Life:
+    grips = (*life.grips, grip)
+    if not life.lapsed:
+        return life._replace(grips=grips)
+    # Whoever reads it now says what became of it.
+    return life._replace(grips=grips, lapsed=tuple(earlier for earlier in life.lapsed if earlier.reader != grip.reader))
+
+
+def _lapsed(life: Life, lease: int, holder: Hashable, name: Hashable) -> Life:
+    grip = _find(life.grips, lease, holder)
+    if grip is None:
+        return life
+    after = life._replace(grips=_without(life.grips, lease))
+    if life.phase is not Phase.READY:
+        return after
+    return after._replace(lapsed=(*life.lapsed, grip._replace(holder=name)))
+
+
 def _acknowledged(life: Life, lease: int, holder: Hashable) -> Life:
-    grip = _find(life, lease, holder)
+    grip = _find(life.grips, lease, holder) or _find(life.lapsed, lease, holder)
     if grip is None:
         return life
     after = life._replace(
-        grips=_without(life, lease, holder),
+        grips=_without(life.grips, lease),
+        lapsed=_without(life.lapsed, lease),
         done=life.done | {grip.reader},
         interest=life.interest - {holder},
     )
@@ -301,7 +349,7 @@ def _acknowledged(life: Life, lease: int, holder: Hashable) -> Life:
 
 def _ended(life: Life, phase: Phase, cause: str) -> Life:
     # Whoever was interested is told; what comes under this identity later is another life.
-    return life._replace(phase=phase, cause=cause, interest=frozenset(), expires_at=None)
+    return life._replace(phase=phase, cause=cause, lapsed=(), interest=frozenset(), expires_at=None)
 
 
 def _clock(before: Life, after: Life, now: float) -> float | None:
@@ -324,12 +372,12 @@ def _tidy(life: Life, effects: tuple[Effect, ...]) -> tuple[Life, tuple[Effect, 
     return life, effects
 
 
-def _find(life: Life, lease: int, holder: Hashable) -> Grip | None:
-    return next((grip for grip in life.grips if grip.lease == lease and grip.holder == holder), None)
+def _find(grips: tuple[Grip, ...], lease: int, holder: Hashable) -> Grip | None:
+    return next((grip for grip in grips if grip.lease == lease and grip.holder == holder), None)
 
 
-def _without(life: Life, lease: int, holder: Hashable) -> tuple[Grip, ...]:
-    return tuple(grip for grip in life.grips if (grip.lease, grip.holder) != (lease, holder))
+def _without(grips: tuple[Grip, ...], lease: int) -> tuple[Grip, ...]:
+    return tuple(grip for grip in grips if grip.lease != lease)
 
 
 def _refusal(life: Life, event: Event) -> LocalProtocolError:

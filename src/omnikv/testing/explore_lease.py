@@ -3,12 +3,13 @@
 Theory of operation. One identity at one sender, with two declared readers and one that is not, each of which may be
 replaced by a later process of its own. From a state everything that may happen next is tried, breadth first, whether it
 makes sense or not: reserving, publishing, dropping, leasing, acknowledging and giving back by anybody under any lease
-ever given out, interest, failing, aborting, time, closing; so everything happens twice, late, and for generations that
-are over. Beside the shipped state runs a naive account, in the plainest words, of what ought to be true; they must say
-the same:
+ever given out, leases that lapse and are acknowledged after that, interest, failing, aborting, time, closing; so
+everything happens twice, late, and for generations that are over. Beside the shipped state runs a naive account, in the
+plainest words, of what ought to be true; they must say the same:
 
 * the room of a generation is freed exactly once, when nobody may touch it any more, and not later;
 * a reader is let in exactly when the payload is ready, not over, and meant for it, and told exactly how it ended;
+* an acknowledgement that comes after its lease lapsed counts exactly when it may still be true of what lies there;
 * a payload expires exactly when nobody was interested in it for its whole time.
 
 `python -m omnikv.testing.explore_lease` prints what was explored, and the shortest way to whatever is broken.
@@ -36,7 +37,10 @@ HOLDERS = ("first", "later")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What ought to be true. `held` are (lease, reader, holder); `idle` counts the ticks without interest."""
+    """What ought to be true. `held` are (lease, reader, holder); `idle` counts the ticks without interest.
+
+    `unheard` are (lease, reader, name) of leases whose end nobody heard, while what is said of them may still count.
+    """
 
     generation: int = 0
     is_written: bool = False
@@ -44,6 +48,7 @@ class Account:
     end: str = "none"
     used: frozenset[int] = frozenset()
     held: frozenset[tuple[int, int, str]] = frozenset()
+    unheard: frozenset[tuple[int, int, str]] = frozenset()
     leases: int = 0
     interested: frozenset[str] = frozenset()
     idle: int = 0
@@ -59,7 +64,9 @@ class Account:
 
     def ended(self, how: str) -> Account:
         """The account after an end, of which only the first counts."""
-        return self if self.end != "none" else replace(self, end=how, interested=frozenset(), idle=0)
+        return (
+            self if self.end != "none" else replace(self, end=how, interested=frozenset(), unheard=frozenset(), idle=0)
+        )
 
     def settled(self) -> Account:
         """The account with its clock at rest where somebody is interested."""
@@ -127,10 +134,16 @@ def _events(account: Account, bounds: Bounds) -> Iterator[Event]:
         for holder in HOLDERS:
             yield core.Acknowledge(lease, holder)
             yield core.GiveBack(lease, holder)
+            yield core.Lapse(lease, holder, _unheard(holder))
+            yield core.Acknowledge(lease, _unheard(holder))
     for who in HOLDERS[: bounds.names]:
         yield core.Interest(who)
         yield core.NoInterest(who)
     yield from (core.Fail("broken"), core.Abort("gone"), core.TimePassed(), core.Close())
+
+
+def _unheard(holder: str) -> str:
+    return f"{holder}, unheard"
 
 
 def _advance(situation: Situation, event: Event, step: Step) -> Situation:
@@ -196,9 +209,16 @@ def _expected(account: Account, event: Event) -> Account | None:
             if _answer(account, reader) != Answer.TAKE.value:
                 return None
             held = account.held | {(lease, reader, str(holder))}
-            return replace(account, held=held, leases=account.leases + 1).settled()
+            unheard = frozenset(one for one in account.unheard if one[1] != reader)
+            return replace(account, held=held, unheard=unheard, leases=account.leases + 1).settled()
         case core.Acknowledge() | core.GiveBack():
             return _given_back(account, event)
+        case core.Lapse(lease, holder, name):
+            lost = {grip for grip in account.held if (grip[0], grip[2]) == (lease, holder)}
+            after = replace(account, held=account.held - lost)
+            if after.is_readable:
+                after = replace(after, unheard=after.unheard | {(of, reader, str(name)) for of, reader, _ in lost})
+            return after.settled()
         case core.Interest(who):
             return replace(account, interested=account.interested | {str(who)}).settled()
         case core.NoInterest(who):
@@ -215,10 +235,11 @@ def _expected(account: Account, event: Event) -> Account | None:
 
 
 def _given_back(account: Account, event: core.Acknowledge | core.GiveBack) -> Account:
-    held = {grip for grip in account.held if (grip[0], grip[2]) == (event.lease, event.holder)}
+    may_tell = account.held if isinstance(event, core.GiveBack) else account.held | account.unheard
+    held = {grip for grip in may_tell if (grip[0], grip[2]) == (event.lease, event.holder)}
     if not held:
         return account
-    after = replace(account, held=account.held - held)
+    after = replace(account, held=account.held - held, unheard=account.unheard - held)
     if isinstance(event, core.Acknowledge):
         (reader,) = (of for _, of, _ in held)
         after = replace(after, used=after.used | {reader}, interested=after.interested - {str(event.holder)})

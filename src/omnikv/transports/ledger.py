@@ -195,9 +195,9 @@ class Ledger(Generic[Room]):
         assert record.room is not None
         return Grant(lease, record.room)
 
-    def acknowledge(self, lease: int, holder: Hashable, now: float) -> None:
-        """Nothing; `holder` used what it leased. Does nothing when it holds no such lease (any more)."""
-        self._end_lease(lease, core.Acknowledge(lease, holder), now)
+    def acknowledge(self, lease: int, holder: Hashable, now: float) -> bool:
+        """Whether `holder` held that lease, or was noted for it by `lapse`: if so, it used the payload."""
+        return self._end_lease(lease, core.Acknowledge(lease, holder), now)
 
     def give_back(self, lease: int, holder: Hashable, now: float) -> None:
         """Nothing; the payload can be leased again. Does nothing when `holder` holds no such lease (any more)."""
@@ -205,9 +205,13 @@ class Ledger(Generic[Room]):
 
     def leave(self, holder: Hashable, now: float) -> None:
         """Nothing; everything that `holder` leased can be leased again."""
-        for lease, record in list(self._leases.items()):
-            if any((grip.lease, grip.holder) == (lease, holder) for grip in record.life.grips):
-                self.give_back(lease, holder, now)
+        for lease in self._held_by(holder):
+            self.give_back(lease, holder, now)
+
+    def lapse(self, holder: Hashable, name: Hashable, now: float) -> None:
+        """Nothing; as `leave`, for a holder that may yet say as `name` what it used, until somebody leases it again."""
+        for lease in self._held_by(holder):
+            self._end_lease(lease, core.Lapse(lease, holder, name), now)
 
     def others_ready(self, payload: PayloadId) -> tuple[str, ...]:
         """Up to `MAX_OTHERS` transfer ids that are ready for the same target, most like the payload's first."""
@@ -257,13 +261,23 @@ class Ledger(Generic[Room]):
         self._records[payload] = record
         return record
 
-    def _end_lease(self, lease: int, event: Event, now: float) -> None:
+    def _held_by(self, holder: Hashable) -> list[int]:
+        return [
+            lease
+            for lease, record in self._leases.items()
+            if any((grip.lease, grip.holder) == (lease, holder) for grip in record.life.grips)
+        ]
+
+    def _end_lease(self, lease: int, event: Event, now: float) -> bool:
         record = self._leases.get(lease)
         if record is None:
-            return
+            return False
+        before = record.life
         self._apply(record, event, now)
-        if all(grip.lease != lease for grip in record.life.grips):
-            del self._leases[lease]
+        if all(grip.lease != lease for grip in (*record.life.grips, *record.life.lapsed)):
+            # Nobody may say anything of it any more; forgotten already where its life ended with it.
+            self._leases.pop(lease, None)
+        return record.life is not before
 
     def _apply(self, record: _Record[Room], event: Event, now: float) -> None:
         before = record.life
@@ -289,6 +303,9 @@ class Ledger(Generic[Room]):
                 self._due[record] = life.expires_at
         if life.is_over and not before.is_over:
             self._ends[life.phase.value] += 1
+        for gone in before.lapsed:
+            if gone not in life.lapsed:
+                self._leases.pop(gone.lease, None)
         self._ended.pop(record, None)
         if life.has_room:
             return

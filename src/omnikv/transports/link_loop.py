@@ -175,6 +175,11 @@ class LinkLoop:
         link.close()
         self._role.link_gone(link)
 
+    def forget_earlier(self, link: Link) -> None:
+        """Nothing; ends the other links to the same life of the peer: it speaks over one, so they are dead."""
+        for other in [one for one in self._ready if one is not link and one.life == link.life]:
+            self.forget(other)
+
     def count(self, kind: str, text: str) -> None:
         """Nothing; counts an event of `kind`, and logs the first one of each kind with its `text`."""
         self.counters[kind] = self.counters.get(kind, 0) + 1

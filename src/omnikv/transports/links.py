@@ -37,6 +37,11 @@ class Link(ABC):
         self.has_stalled = False
 
     @property
+    def life(self) -> tuple[Seat | None, str | None]:
+        """Which life of which peer is at the other end, as far as it has said so."""
+        return self.seat, None if self.peer is None else self.peer.incarnation
+
+    @property
     @abstractmethod
     def who(self) -> str:
         """The process at the other end in words, for messages: "pid 7"."""

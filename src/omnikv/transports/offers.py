@@ -5,7 +5,8 @@ a stream is sent. What is asked, answered, leased, acknowledged and given back i
 
 A target asks with Want. The answer comes at once, or, where the ask is patient, when there is one: the shelf shows the
 payload, or Over says how its life ended. Whoever waits, holds a lease or sent Interest keeps the payload from expiring;
-the end of a connection ends all three.
+the end of a connection ends all three. An Ack that was lost with it is said again by the same life of the target
+(`repeated_acks`), and counts until somebody leases the payload anew.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class Offers(Generic[Room]):
         for payload in self._announced.pop(link, ()):
             self._ledger.no_interest(payload, link, now)
         self._shelf.link_gone(link)
-        self._ledger.leave(link, now)
+        self._ledger.lapse(link, link.life, now)
         self._set_alarm()
         self._settled.ring()
 
@@ -262,7 +263,7 @@ class Offers(Generic[Room]):
         if isinstance(message, Want):
             self._want(link, message)
         elif isinstance(message, Ack):
-            self._ledger.acknowledge(message.lease, link, time.monotonic())
+            self._acknowledge(link, message.lease, time.monotonic())
             self._settled.ring()
         elif isinstance(message, Return):
             self._ledger.give_back(message.lease, link, time.monotonic())
@@ -334,6 +335,12 @@ class Offers(Generic[Room]):
         room = self._ledger.room_being_written(payload)
         if room is not None:
             self._shelf.promise(link, want.ask, room)
+
+    def _acknowledge(self, link: Link, lease: int, now: float) -> None:
+        if not self._ledger.acknowledge(lease, link, now):
+            # Perhaps leased over an earlier connection, whose end the system may not have noticed yet.
+            self.loop.forget_earlier(link)
+            self._ledger.acknowledge(lease, link.life, now)
 
     def _note_interest(self, link: Link, said: Interest) -> None:
         announced, payload, now = self._announced[link], self._payload_of(link, said), time.monotonic()

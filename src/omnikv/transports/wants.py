@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from omnikv.transports.bell import Bell
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
 from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, withdrawn
+from omnikv.transports.repeated_acks import RepeatedAcks
 from omnikv.transports.window import Arrival, PairLease, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
@@ -94,6 +96,7 @@ class Wants:
         self._lock = lock
         self._require_open = require_open
         self._sources: dict[Seat, Link] = {}
+        self._acks = RepeatedAcks()
         self._refused: dict[Seat, Link] = {}
         self._asks: dict[int, _Ask] = {}
         self._next_ask = 1
@@ -173,15 +176,17 @@ class Wants:
                     ask.settle(error=withdrawn(self._name, ask.payload))
 
     def end_lease(self, link: Link, lease: PairLease, message: Ack | Return) -> None:
-        """Tell the source; when it is gone, it knows already."""
+        """Tell the source. When it is gone, it knows that the payload came back, and hears of an Ack if it returns."""
         with self._lock:
             if not lease.let_go():
                 return
             lease.arrival.free()
-            link.send(message)
             if isinstance(message, Ack):
                 # The source takes the announcement for done.
                 self._announced.pop(lease.payload, None)
+                self._acks.say(link, message)
+            else:
+                link.send(message)
 
     def is_expected(self, link: Link, ask: int) -> bool:
         """Whether an answer to `ask` over `link` is still wanted; one that is not may be thrown away as it comes."""
@@ -201,6 +206,7 @@ class Wants:
         self._sources[link.seat] = link
         self._deaths.pop(link.seat, None)
         self._window.link_ready(link)
+        self._acks.link_ready(link)
         for payload in self._announced:
             if payload.source_rank == link.seat.rank:
                 self._send_interest(payload, is_given=True)
@@ -232,6 +238,9 @@ class Wants:
                 ask.settle(error=self._lost(link, ask.payload))
             elif ask.link is None and not ask.is_patient and not self.loop.is_greeting(link.seat):
                 ask.settle(is_absent=True)
+        if self._acks.are_owed(link) and not self.loop.has_ended:
+            with suppress(ConnectError):
+                self.loop.knock(link.seat)
 
     @property
     def due_at(self) -> float | None:
