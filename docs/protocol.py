@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omnikv.core import lease
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_facts
 from omnikv.core.verdict import rule
 from omnikv.core.vote import (
     Announce,
@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("protocol.md")
 
 
 def _ballot(standing: str = "have", number: int = 0, *, required: bool = True, can_refetch: bool = True) -> Ballot:
-    entry = RoleBallot("primary", standing, required, facts=(("tokens", "3"),) if standing == "have" else ())  # type: ignore[arg-type]
+    entry = RoleBallot("primary", standing, required, facts=spell_facts({"tokens": "3"}) if standing == "have" else "")  # type: ignore[arg-type]
     return Ballot(number, can_refetch, (entry,))
 
 
@@ -51,7 +51,7 @@ def rulings() -> Iterable[list[str]]:
     for one, other in combinations_with_replacement(("have", "missing", "failed"), 2):
         yield [one, other, *(_ruled(one, other, required, time) for required, time in columns)]
     odd = {
-        required: Ballot(0, True, (RoleBallot("primary", "have", required, facts=(("tokens", "99"),)),))
+        required: Ballot(0, True, (RoleBallot("primary", "have", required, facts=spell_facts({"tokens": "99"})),))
         for required in (True, False)
     }
     differing = [_say(rule((_ballot(required=required), odd[required]))) for required, _ in columns]

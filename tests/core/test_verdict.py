@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, read_facts, spell_facts
 from omnikv.core.verdict import MAX_ROUNDS, rule, spell_causes
 from omnikv.errors import LocalProtocolError
 
 
 def have(role="primary", *, tokens=3, required=True):
-    return RoleBallot(role, "have", required, facts=(("tokens", str(tokens)),))
+    return RoleBallot(role, "have", required, facts=spell_facts({"tokens": str(tokens)}))
 
 
 def missing(role="primary", *, required=True):
@@ -98,6 +98,26 @@ def test_a_fact_that_only_one_rank_states_is_a_difference():
     assert "tokens not stated here, 3 on rank 0" in spell_causes(rule([ballot(have()), ballot(bare)]).causes)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    ["tokens 3", "[3]", '{"tokens":3}', '{"tokens":"\\udcff"}', '{"tokens":' * 5000, '{"tokens": "3"}', ""],
+)
+def test_facts_that_no_rank_of_ours_spells_are_a_difference_in_words_that_can_be_sent(odd):
+    ruling = rule([ballot(have(tokens=3)), ballot(RoleBallot("primary", "have", True, facts=odd))])
+    assert ruling.kind == "drop"
+    words = spell_causes(ruling.causes)
+    assert words.startswith("rank 1 lacks primary: differs: ")
+    words.encode()
+
+
+def test_facts_of_any_text_can_be_sent_and_read_in_any_order():
+    facts = {"tokens": "3", "cafe\u0301": "\U0001f600 \u20ac", "": ""}
+    spelled = spell_facts(facts)
+    assert read_facts(spelled) == facts
+    assert spell_facts(dict(reversed(facts.items()))) == spelled
+    assert spell_facts({"name": "\udcff"}).encode() != spell_facts({"name": "\\udcff"}).encode()
+
+
 def test_ranks_that_vote_on_different_roles_drop():
     ruling = rule([ballot(have()), ballot(have(), have("cfg_text"))])
     assert ruling.kind == "drop"
@@ -118,7 +138,9 @@ def test_ballots_of_no_round_or_of_two_are_a_misuse(ballots):
 
 standings = st.sampled_from(["have", "missing", "failed"])
 entries = st.builds(
-    lambda standing, fact: RoleBallot("r", standing, True, facts=(("f", fact),) if standing == "have" else ()),
+    lambda standing, fact: RoleBallot(
+        "r", standing, True, facts=spell_facts({"f": fact}) if standing == "have" else ""
+    ),
     standings,
     st.sampled_from("ab"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omnikv.core.messages import Ballot, RoleBallot, Ruling, decode_vote, encode_vote
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, decode_vote, encode_vote, spell_facts
 from omnikv.core.vote import (
     Announce,
     Cast,
@@ -22,7 +22,7 @@ from omnikv.core.vote import (
 )
 from omnikv.errors import LocalProtocolError, RemoteProtocolError
 
-HAVE = RoleBallot("primary", "have", True, facts=(("tokens", "3"),))
+HAVE = RoleBallot("primary", "have", True, facts=spell_facts({"tokens": "3"}))
 MISSING = RoleBallot("primary", "missing", True, cause="nothing came")
 
 

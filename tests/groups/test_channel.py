@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from omnikv.core.messages import Ballot, Kept, RoleBallot, Votes
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Votes, spell_facts
 from omnikv.core.verdict import rule
 from omnikv.errors import ConfigError, LocalProtocolError, VerdictInDoubt
 from omnikv.groups.channel import Channel
@@ -29,7 +29,7 @@ def soon():
 
 
 def a_ballot(standing="have", *, number=0, tokens="7", cause="is not there yet", can_refetch=True):
-    facts = (("tokens", tokens),) if standing == "have" else ()
+    facts = spell_facts({"tokens": tokens}) if standing == "have" else ""
     role = RoleBallot("primary", standing, True, "" if standing == "have" else cause, facts)
     return Ballot(number, can_refetch, (role,))
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from omnikv.core.messages import (
+    CHANNEL_VERSION,
     Ballot,
     ChannelCard,
     ChannelChallenge,
@@ -110,11 +111,11 @@ def test_ranks_that_speak_another_version_or_form_no_channel_are_told_apart():
         if b"card" not in payload[:16]:
             return payload
         card = decode(payload, type=ChannelCard)
-        return encode(msgspec.structs.replace(card, version=2))
+        return encode(msgspec.structs.replace(card, version=card.version + 1))
 
     first, second = ThreadGroup.create(2)
     errors = form_each([first, Spy(second, newer)], [{}, {}])
-    assert all("channel protocol version: 1 on rank 0, 2 on rank 1" in str(error) for error in errors)
+    assert all(f"channel protocol version: {CHANNEL_VERSION} on rank 0, {CHANNEL_VERSION + 1} on rank 1" in str(error) for error in errors)
     first, second = ThreadGroup.create(2)
     errors = form_each([first, Spy(second, lambda _: b"a ballot")], [{}, {}])
     assert all("rank 1 shows no card of a channel" in str(error) for error in errors)

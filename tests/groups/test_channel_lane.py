@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from omnikv.core.messages import Ballot, Kept, RoleBallot, Votes
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Votes, spell_facts
 from omnikv.core.verdict import rule
 from omnikv.errors import ConfigError, VerdictInDoubt
 from omnikv.groups.channel import Channel
@@ -23,7 +23,7 @@ def far():
 
 
 def a_ballot(tokens="7"):
-    return Ballot(0, True, (RoleBallot("primary", "have", True, "", (("tokens", tokens),)),))
+    return Ballot(0, True, (RoleBallot("primary", "have", True, "", spell_facts({"tokens": tokens})),))
 
 
 def frame(payload):
@@ -242,7 +242,7 @@ def test_closing_while_the_lane_reads_puts_its_vote_in_doubt(leader):
 
 
 def test_ballots_too_long_for_one_message_are_refused_before_they_go_alone(leader):
-    long = Ballot(0, True, (RoleBallot("primary", "have", True, "", (("tokens", "x" * 4096),)),))
+    long = Ballot(0, True, (RoleBallot("primary", "have", True, "", spell_facts({"tokens": "x" * 4096})),))
     with pytest.raises(ConfigError, match="cast fewer at once"):
         leader.channel.agree_many([(f"r{at}", long) for at in range(4100)], deadline=far())
     leader.say(_1=a_vote("r"), _2=a_vote("r"))

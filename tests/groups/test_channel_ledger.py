@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledger_lanes import LedgerLane
 
-from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Rulings, Votes, spell_facts
 from omnikv.core.verdict import rule
 from omnikv.errors import ConfigError, RemoteProtocolError
 from omnikv.groups import channel_ledger
@@ -25,7 +25,7 @@ STANDINGS = st.sampled_from(["have", "have", "have", "missing", "failed"])
 
 
 def a_ballot(standing="have", tokens="7", number=0):
-    facts = (("tokens", tokens),) if standing == "have" else ()
+    facts = spell_facts({"tokens": tokens}) if standing == "have" else ""
     return Ballot(number, True, (RoleBallot("primary", standing, True, "", facts),))
 
 
@@ -111,7 +111,8 @@ ROLES = st.lists(
     unique_by=lambda role: role[0],
 ).map(
     lambda roles: tuple(
-        RoleBallot(name, standing, required, "", (("tokens", fact),)) for name, standing, required, fact in roles
+        RoleBallot(name, standing, required, "", spell_facts({"tokens": fact}))
+        for name, standing, required, fact in roles
     )
 )
 BALLOTS = st.builds(Ballot, st.sampled_from([0, 0, 0, 1]), st.booleans(), ROLES)
@@ -127,11 +128,11 @@ def test_a_call_ends_in_the_lane_exactly_when_all_cast_it_and_as_the_rule_says(d
     theirs = [[(key, data.draw(st.just(ballot) | BALLOTS)) for key, ballot in votes] for votes in theirs]
     ballots = {key: [dict(votes).get(key) for votes in (mine, *theirs)] for key in keys}
     if any(ballot is not None and ballot.round for votes in ballots.values() for ballot in votes):
-        assert not all(Call(votes, 1.0).is_hopeful for votes in (mine, *theirs))
+        assert not all(Call(votes, 1.0).foresee() for votes in (mine, *theirs))
         return
     calls = [star.cast(rank, votes) for rank, votes in enumerate((mine, *theirs))]
     star.settle()
-    ends_in_lane = calls[0].is_hopeful and all(votes == mine for votes in theirs)
+    ends_in_lane = calls[0].foresee() and all(votes == mine for votes in theirs)
     assert star.lanes[0].kept == ends_in_lane
     if ends_in_lane:
         assert [lane.kept for lane in star.lanes] == [1] * SIZE

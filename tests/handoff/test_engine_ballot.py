@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omnikv.core.messages import decode_vote, encode_vote
+from omnikv.core.messages import decode_vote, encode_vote, read_facts
 from omnikv.handoff.engine_ballot import ballot_of, failed_ballot, vote_key
 
 # How a file name that is not UTF-8 reaches the text of an error.
@@ -45,7 +45,7 @@ def test_d01_a_cause_without_a_utf_8_form_is_voted_on():
 def test_roles_and_attempts_without_a_utf_8_form_are_voted_on():
     entries = vote_of(request({"cfg_\udcff": "c1", "": "c2", "x" * 5000: "c3"}, attempt="\udcff"), {})
     assert {role[:8] for role in entries} == {"cfg_\\udc", "unnamed", "xxxxxxxx", "primary"}
-    assert dict(entries["primary"].facts)["attempt"] == "\\udcff"
+    assert read_facts(entries["primary"].facts)["attempt"] == "\\udcff"
 
 
 @pytest.mark.parametrize("request_id", ["r1", "\udcff", "a" * 5000, None])

@@ -18,19 +18,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.messages import Ballot, RoleBallot, spell_facts
 from omnikv.errors import VerdictInDoubt
 from omnikv.groups.channel import Channel
 from omnikv.groups.torch_dist import TorchDistGroup
 
-FACTS = (("tokens", "7"),)
+FACTS = spell_facts({"tokens": "7"})
 
 
 def ballot_of(standing, number):
     cause = {"have": "", "missing": "is not there yet", "failed": "receiving raised RuntimeError('torn page')"}[
         standing
     ]
-    role = RoleBallot("primary", standing, True, cause, FACTS if standing == "have" else ())
+    role = RoleBallot("primary", standing, True, cause, FACTS if standing == "have" else "")
     return Ballot(number, True, (role,))
 
 

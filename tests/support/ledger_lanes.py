@@ -19,10 +19,12 @@ class LedgerLane:
 
     def cast(self, call):
         hoped = None
-        if self.is_open and self.call is None and call.is_hopeful:
+        if self.is_open and self.call is None and call.is_first:
             hoped = self.ledger.cast_alone(call)
         if hoped is not None:
             self.hoped, self.call = hoped, call
+            if not call.foresee():
+                self.leave()
         else:
             self.leave()
             self.ledger.cast(call)

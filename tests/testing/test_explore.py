@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.messages import Ballot, RoleBallot, spell_facts
 from omnikv.testing.explore import ALPHABETS, SCOPES, Scope, check_rulings, explore, main
 from omnikv.testing.explore_ballots import is_sound_to_keep, right_decision
 from omnikv.testing.mutants import MUTANTS
 
 
 def have(role, content="A", *, required=True):
-    return RoleBallot(role, "have", required, facts=(("content", content),))
+    return RoleBallot(role, "have", required, facts=spell_facts({"content": content}))
 
 
 def missing(role, *, required=True):

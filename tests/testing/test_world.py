@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import omnikv.testing
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_facts
 from omnikv.errors import LocalProtocolError
 from omnikv.testing.mutants import MUTANTS
 from omnikv.testing.steps import Steps
@@ -181,7 +181,7 @@ def ending(rank, branch, *, usable=(), late_s=-1.0):
 
 
 def have(content="A"):
-    return Ballot(0, True, (RoleBallot("primary", "have", True, facts=(("content", content),)),))
+    return Ballot(0, True, (RoleBallot("primary", "have", True, facts=spell_facts({"content": content})),))
 
 
 BALLOTS = (have(), have())

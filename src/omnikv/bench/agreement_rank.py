@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from omnikv.bench.agreement_star import BareStar
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_facts
 from omnikv.groups.channel import Channel
 from omnikv.groups.torch_dist import TorchDistGroup
 
@@ -91,14 +91,14 @@ def main(task: RankTask) -> None:
 
 def ballot_of(number: int) -> Ballot:
     """A ballot such as a receive of one payload casts: its role arrived, with the facts that must agree."""
-    facts = (
-        ("dtype", "bfloat16"),
-        ("layer shapes", f"{number:016x}"),
-        ("layers", "32"),
-        ("metadata", f"{number + 1:016x}"),
-        ("tokens", str(512 + number)),
-    )
-    return Ballot(0, True, (RoleBallot("primary", "have", True, "", facts),))
+    facts = {
+        "dtype": "bfloat16",
+        "layer shapes": f"{number:016x}",
+        "layers": "32",
+        "metadata": f"{number + 1:016x}",
+        "tokens": str(512 + number),
+    }
+    return Ballot(0, True, (RoleBallot("primary", "have", True, facts=spell_facts(facts)),))
 
 
 def _deadline() -> float:

@@ -7,7 +7,8 @@ their order, and a later version may only append fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -183,14 +184,34 @@ Standing = Literal["have", "missing", "failed"]
 class RoleBallot(msgspec.Struct, frozen=True, array_like=True):
     """A rank's word on one role of a request: it has it, it is still missing, or it failed and why.
 
-    `facts` are (name, text) pairs, sorted, that must be equal on every rank for the role to be used together.
+    `facts` must be equal on every rank for the role to be used together; `spell_facts` makes them.
     """
 
     role: Name
     standing: Standing
     required: bool
     cause: Reason = ""
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: str = ""
+
+
+def spell_facts(facts: Mapping[str, str]) -> str:
+    """Texts by name as a ballot's facts: one text, equal to another if and only if all names and texts are.
+
+    They are known when a receive ends and compared when the group votes, so they are spelled once and travel as they
+    are: nested pairs would have to be walked through by each vote. All of it is ASCII, so any text can be sent.
+    """
+    return json.dumps(facts, sort_keys=True, separators=(",", ":")) if facts else ""
+
+
+_facts_decoder = msgspec.json.Decoder(dict[str, str])
+
+
+def read_facts(facts: str) -> dict[str, str]:
+    """The texts by name that were spelled as `facts`; what cannot be read is one text, named "facts"."""
+    try:
+        return _facts_decoder.decode(facts) if facts else {}
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {"facts": facts}
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True):
@@ -246,7 +267,7 @@ def decode_vote(data: bytes) -> Vote:
 
 # The channel of a group: the vote over connections of its own. `omnikv.groups.channel` is its theory of operation.
 
-CHANNEL_VERSION = 1
+CHANNEL_VERSION = 2
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 

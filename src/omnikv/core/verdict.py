@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, read_facts
 from omnikv.errors import LocalProtocolError
 
 # A ruling about a rank as a whole, not about one of its roles.
@@ -84,13 +84,13 @@ def _find(index: int, ballots: Sequence[Ballot]) -> _Finding:
 
 
 def _difference(entry: RoleBallot, other: RoleBallot, other_rank: int) -> str:
-    mine, theirs = dict(entry.facts), dict(other.facts)
+    mine, theirs = read_facts(entry.facts), read_facts(other.facts)
     parts = [
         f"{name} {mine.get(name, 'not stated')} here, {theirs.get(name, 'not stated')} on rank {other_rank}"
         for name in sorted({*mine, *theirs})
         if mine.get(name) != theirs.get(name)
     ]
-    return _DIFFERS + "; ".join(parts)
+    return _DIFFERS + ("; ".join(parts) or "the same facts are spelled in another way")
 
 
 def _undeclared(ballots: Sequence[Ballot]) -> tuple[tuple[int, str, str], ...]:

@@ -44,7 +44,8 @@ class FollowerLedger(Ledger[FollowerState]):
         call.left = 0
 
     def take_up(self, call: Call) -> None:
-        self._hold(call)
+        if not self._hold(call):
+            self._note_each(call)
 
     def hear(self, rank: int, payload: bytes) -> None:
         try:
@@ -110,6 +111,10 @@ class FollowerLedger(Ledger[FollowerState]):
 
     def _open(self, call: Call) -> None:
         self._release(call)
+        self._note_each(call)
+
+    def _note_each(self, call: Call) -> None:
+        """Nothing; takes the steps of a call whose ballots are reported already."""
         for index, (key, ballot) in enumerate(call.votes):
             request = Request(key, self._fresh_state())
             request.call, request.index = call, index

@@ -1,16 +1,17 @@
 """The short way of a vote that is alone in its channel and on which all ranks agree, as nearly all votes are.
 
 Theory of operation. A call goes *alone* when nothing else is open at this rank, no thread reads, and each of its
-ballots is kept if all ranks cast the same. Its caller then blocks in the sockets themselves, one after the other, and
-compares what comes with the bytes that it hopes for: rank 0 with its own ballots, a follower with `Kept`. That takes
-fewer system calls and fewer wakings than waiting for events, and the ledger keeps no books on the call.
+ballots is of the first round. If they are kept should all ranks cast the same, its caller then blocks in the sockets
+themselves, one after the other, and compares what comes with the bytes that it hopes for: rank 0 with its own ballots,
+a follower with `Kept`. That takes fewer system calls and fewer wakings than waiting for events, and the ledger keeps no
+books on the call.
 
 A lane makes no rule of its own. Rank 0 answers as its ledger does when every follower cast the very same bytes. In
 every other case the ledger *takes up* the call as if it had been cast there, and is then given all that was read, in
-the order in which it came. So it is when other bytes come, when a connection ends, when nothing comes for `PATIENCE_S`,
-and as soon as another thread wants in: that thread lets the ledger take the call up at once, and the thread in the lane
-finds so when its reads end, in twice `PATIENCE_S` at most. A lane reads without the channel's lock, so nobody else may
-read while `is_reading`.
+the order in which it came. So it is when there is no hope, when other bytes come, when a connection ends, when nothing
+comes for `PATIENCE_S`, and as soon as another thread wants in: that thread lets the ledger take the call up at once,
+and the thread in the lane finds so when its reads end, in twice `PATIENCE_S` at most. A lane reads without the
+channel's lock, so nobody else may read while `is_reading`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Lane:
             self._ledger.take_up(call)
 
     def run(self, call: Call, start: bytes, end: bytes, nbytes: int) -> None:
-        """Nothing; `call` goes alone until it is kept, or has to be handed over. Nobody else may read before.
+        """Nothing; `call`, which was cast, goes alone until it is kept, or must be handed over. Nobody else may read.
 
         The rest is what the ledger hopes to hear from every peer, as it said when the call was cast.
         """
@@ -65,7 +66,12 @@ class Lane:
         start = nbytes.to_bytes(LENGTH_NBYTES, "big") + start
         nbytes += LENGTH_NBYTES
         self.call = call
-        self.is_reading = self.is_interrupted = True
+        self.is_interrupted = True
+        # What followers sent is under way meanwhile.
+        if not call.foresee():
+            self.is_interrupted = False
+            return
+        self.is_reading = True
         is_hoped = False
         self._lock.release()
         try:

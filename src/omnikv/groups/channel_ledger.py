@@ -78,7 +78,7 @@ class Ledger(ABC, Generic[State]):
 
     @abstractmethod
     def cast_alone(self, call: Call) -> tuple[bytes, bytes, int] | None:
-        """How each peer's next message begins and ends and how long it is, if all have `call` kept, which is hopeful.
+        """How each peer's next message begins and ends and how long it is, if all have `call` kept, which is first.
 
         It is cast, and no book is kept on it here. None, and it is not cast, while anything is known of other requests.
 
@@ -157,7 +157,7 @@ class Ledger(ABC, Generic[State]):
 
     def _hold(self, call: Call) -> bool:
         """Whether `call` is held whole from now on: there is hope, and nothing is known of its keys yet."""
-        if not call.is_hopeful:
+        if not call.foresee():
             return False
         whole, requests = self._whole, self._requests
         if whole or requests:

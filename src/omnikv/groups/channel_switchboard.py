@@ -80,7 +80,7 @@ class Switchboard:
                 raise self._refusal(call)
             hoped = None
             is_alone = self._has_all and not self._is_polled and not self._pump_runs
-            if call.is_hopeful and is_alone and call.due > time.monotonic() + PATIENCE_S:
+            if call.is_first and is_alone and call.due > time.monotonic() + PATIENCE_S:
                 hoped = self._ledger.cast_alone(call)
             if hoped is None:
                 self._lane.leave()

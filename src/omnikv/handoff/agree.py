@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
-from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_reason
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_facts, spell_reason
 from omnikv.core.rounds import round_end
 from omnikv.core.verdict import MAX_ROUNDS, spell_cause, spell_causes
 from omnikv.errors import Dropped, LocalProtocolError
@@ -29,8 +29,6 @@ from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Transport
 
 logger = logging.getLogger("omnikv.agree")
-
-Facts = tuple[tuple[str, str], ...]
 
 _MAX_CAUSE_CHARS = 500
 
@@ -154,7 +152,7 @@ def _fetch_and_cast(number: int, transport: Transport, fetches: Mapping[RoleFetc
 
 
 def _role_ballot(
-    fetch: RoleFetch, required: bool, facts: Mapping[str, Facts], unforeseen: Exception | None
+    fetch: RoleFetch, required: bool, facts: Mapping[str, str], unforeseen: Exception | None
 ) -> RoleBallot:
     error = unforeseen or fetch.failure
     if error is not None:
@@ -168,19 +166,17 @@ def _spell_error(error: Exception) -> str:
     return spell_reason(f"{type(error).__name__}: {error}")[:_MAX_CAUSE_CHARS]
 
 
-def _facts(kv: ReceivedKV, plain: bool) -> Facts:
-    """What must agree between ranks of one request, sorted by name: with a `plain` route they differ in heads only."""
+def _facts(kv: ReceivedKV, plain: bool) -> str:
+    """What must agree between ranks of one request: with a `plain` route they differ in heads only."""
     metadata = json.dumps(kv.metadata, sort_keys=True, default=repr).encode()
-    shared = (
-        ("metadata", hashlib.blake2b(metadata, digest_size=8).hexdigest()),
-        ("tokens", str(kv.num_tokens)),
-    )
-    if not plain:
-        return shared
-    layers = hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest()
-    return (
-        ("dtype", str(kv.layers[0].key.dtype).removeprefix("torch.")),
-        ("layer shapes", layers),
-        ("layers", str(len(kv.layers))),
-        *shared,
-    )
+    facts = {
+        "metadata": hashlib.blake2b(metadata, digest_size=8).hexdigest(),
+        "tokens": str(kv.num_tokens),
+    }
+    if plain:
+        facts |= {
+            "dtype": str(kv.layers[0].key.dtype).removeprefix("torch."),
+            "layer shapes": hashlib.blake2b(repr(layer_facts(kv.layers)).encode(), digest_size=8).hexdigest(),
+            "layers": str(len(kv.layers)),
+        }
+    return spell_facts(facts)

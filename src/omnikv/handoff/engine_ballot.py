@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal
 
 from omnikv.core.keys import PRIMARY_ROLE
-from omnikv.core.messages import Ballot, RoleBallot, spell_reason
+from omnikv.core.messages import Ballot, RoleBallot, spell_facts, spell_reason
 from omnikv.core.roles import branch_kv, branch_roles, companion_ids, primary_kv
 
 _MAX_CAUSE_CHARS = 500
@@ -46,7 +46,7 @@ def ballot_of(
     ids = {**companions, PRIMARY_ROLE: request_id}
     attempts = {PRIMARY_ROLE: _attempt(getattr(req, "kv_metadata", None))}
     entries = [
-        _held(role, kv, role in must, attempts.get(role, ()))
+        _held(role, kv, role in must, attempts.get(role, {}))
         if kv is not None
         else _lacking(role, role in must, failures.get(ids.get(role, ""), ""), may_come=ids.get(role) in waiting)
         for role, kv in kv_by_role.items()
@@ -73,29 +73,29 @@ def done_ballot(role: str) -> Ballot:
     return Ballot(0, False, (RoleBallot(role, "have", True),))
 
 
-def kv_facts(kv: object) -> tuple[tuple[str, str], ...]:
-    """What must be equal on every rank that holds a part of this KV, as (name, text) pairs sorted by name."""
+def _kv_facts(kv: object) -> dict[str, str]:
+    """What must be equal on every rank that holds a part of this KV, by name."""
     keys, values = (list(_part(kv, name) or ()) for name in ("key_cache", "value_cache"))
     tensors = [*keys, *values]
     present = [tensor for tensor in tensors if hasattr(tensor, "shape") and hasattr(tensor, "dtype")]
     if not present:
-        return (("form", type(kv).__name__),)
-    return (
-        ("dtype", _spell(str(tensor.dtype).removeprefix("torch.") for tensor in present)),
-        ("head_dim", _spell("x".join(map(str, tensor.shape[2:])) for tensor in present)),
-        ("layers", str(len(keys)) if len(keys) == len(values) else f"{len(keys)} of keys, {len(values)} of values"),
-        ("tokens", _spell(str(tensor.shape[0]) if tensor.shape else "0" for tensor in present)),
-    )
+        return {"form": type(kv).__name__}
+    return {
+        "dtype": _spell(str(tensor.dtype).removeprefix("torch.") for tensor in present),
+        "head_dim": _spell("x".join(map(str, tensor.shape[2:])) for tensor in present),
+        "layers": str(len(keys)) if len(keys) == len(values) else f"{len(keys)} of keys, {len(values)} of values",
+        "tokens": _spell(str(tensor.shape[0]) if tensor.shape else "0" for tensor in present),
+    }
 
 
-def _attempt(metadata: object) -> tuple[tuple[str, str], ...]:
+def _attempt(metadata: object) -> dict[str, str]:
     # A sender that numbers its attempts says so in the metadata; parts of two attempts must not be used together.
     attempt = metadata.get("attempt") if isinstance(metadata, Mapping) else None
-    return (("attempt", spell_reason(attempt)),) if attempt is not None else ()
+    return {"attempt": spell_reason(attempt)} if attempt is not None else {}
 
 
-def _held(role: str, kv: object, required: bool, more: tuple[tuple[str, str], ...]) -> RoleBallot:
-    return RoleBallot(_name(role), "have", required, facts=tuple(sorted((*kv_facts(kv), *more))))
+def _held(role: str, kv: object, required: bool, more: dict[str, str]) -> RoleBallot:
+    return RoleBallot(_name(role), "have", required, facts=spell_facts(_kv_facts(kv) | more))
 
 
 def _lacking(role: str, required: bool, cause: str, *, may_come: bool) -> RoleBallot:

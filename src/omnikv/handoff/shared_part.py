@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omnikv.core.messages import Ballot, RoleBallot, spell_reason
+from omnikv.core.messages import Ballot, RoleBallot, spell_facts, spell_reason
 from omnikv.errors import RemoteProtocolError
 from omnikv.handoff.received import ReceivedKV, ReceivedPiece
 from omnikv.tensors.bundle import pack, unpack
@@ -63,8 +63,8 @@ def ballot_of_part(part: Part) -> Ballot:
         return Ballot(0, False, (RoleBallot(_PART, "failed", True, cause=cause),))
     # Branches differ in their tokens and metadata, which the readers have compared; never in their layers.
     layers = next(iter(part.roles.values())).layers
-    facts = (("dtype", str(layers[0].key.dtype).removeprefix("torch.")), ("layers", str(len(layers))))
-    return Ballot(0, False, (RoleBallot(_PART, "have", True, facts=facts),))
+    facts = {"dtype": str(layers[0].key.dtype).removeprefix("torch."), "layers": str(len(layers))}
+    return Ballot(0, False, (RoleBallot(_PART, "have", True, facts=spell_facts(facts)),))
 
 
 def _as_values(kv: ReceivedKV) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from omnikv.core.messages import Ballot, RoleBallot
+from omnikv.core.messages import Ballot, RoleBallot, read_facts, spell_facts
 from omnikv.core.verdict import MAX_ROUNDS, rule
 
 # Letters stand for facts: two ranks that hold "A" and "B" hold different contents.
@@ -59,7 +59,7 @@ def _entry(role: str, required: bool, word: str) -> RoleBallot:
         return RoleBallot(role, "missing", required, cause="nothing yet")
     if word == "failed":
         return RoleBallot(role, "failed", required, cause="its sender failed")
-    return RoleBallot(role, "have", required, facts=(("content", word),))
+    return RoleBallot(role, "have", required, facts=spell_facts({"content": word}))
 
 
 def right_decision(ballots: Sequence[Ballot]) -> Decision:
@@ -128,7 +128,7 @@ def _declared(ballot: Ballot) -> tuple[tuple[str, bool], ...]:
 def spell_ballot(ballot: Ballot) -> str:
     """A ballot in a few words: "round 0: primary=A cfg_text=missing, has time"."""
     words = " ".join(
-        f"{entry.role}={dict(entry.facts)['content'] if entry.standing == 'have' else entry.standing}"
+        f"{entry.role}={read_facts(entry.facts)['content'] if entry.standing == 'have' else entry.standing}"
         for entry in ballot.roles
     )
     return f"round {ballot.round}: {words}, {'has time' if ballot.can_refetch else 'no time left'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from omnikv.core.messages import Ballot, RoleBallot, Ruling
+from omnikv.core.messages import Ballot, RoleBallot, Ruling, spell_facts
 from omnikv.core.rounds import round_end
 from omnikv.errors import LocalProtocolError
 from omnikv.testing.world_clock import Action, VirtualClock
@@ -164,7 +164,7 @@ class RankProcess:
         if not self._has(run, role):
             return RoleBallot(role, "missing", required, cause="nothing yet")
         contents = {run.held[part].content for part in self._parts(run, role)}
-        return RoleBallot(role, "have", required, facts=(("content", "+".join(sorted(contents))),))
+        return RoleBallot(role, "have", required, facts=spell_facts({"content": "+".join(sorted(contents))}))
 
     def _has(self, run: Run, role: str) -> bool:
         return all(part in run.held for part in self._parts(run, role))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omnikv.core.messages import Ballot, Kept, RoleBallot, Ruling, Rulings, Votes
+from omnikv.core.messages import Ballot, Kept, RoleBallot, Ruling, Rulings, Votes, spell_facts
 from omnikv.testing.steps import Steps
 from omnikv.testing.world_clock import VirtualClock
 from omnikv.testing.world_seats import FollowerSeat, LeaderSeat
@@ -21,14 +21,14 @@ from omnikv.testing.world_seats import FollowerSeat, LeaderSeat
 # How long the channel's frames say they are.
 _FRAME_HEADER_NBYTES = 4
 # As long as the digests and counts of a real ballot.
-_FACTS = (
-    ("dtype", "bfloat16"),
-    ("layer shapes", "0123456789abcdef"),
-    ("layers", "28"),
-    ("metadata", "0123456789abcdef"),
-    ("tokens", "1024"),
-)
-BALLOT = Ballot(0, True, (RoleBallot("primary", "have", True, facts=_FACTS),))
+_FACTS = {
+    "dtype": "bfloat16",
+    "layer shapes": "0123456789abcdef",
+    "layers": "28",
+    "metadata": "0123456789abcdef",
+    "tokens": "1024",
+}
+BALLOT = Ballot(0, True, (RoleBallot("primary", "have", True, facts=spell_facts(_FACTS)),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
