@@ -115,7 +115,10 @@ def test_ranks_that_speak_another_version_or_form_no_channel_are_told_apart():
 
     first, second = ThreadGroup.create(2)
     errors = form_each([first, Spy(second, newer)], [{}, {}])
-    assert all(f"channel protocol version: {CHANNEL_VERSION} on rank 0, {CHANNEL_VERSION + 1} on rank 1" in str(error) for error in errors)
+    assert all(
+        f"channel protocol version: {CHANNEL_VERSION} on rank 0, {CHANNEL_VERSION + 1} on rank 1" in str(error)
+        for error in errors
+    )
     first, second = ThreadGroup.create(2)
     errors = form_each([first, Spy(second, lambda _: b"a ballot")], [{}, {}])
     assert all("rank 1 shows no card of a channel" in str(error) for error in errors)
