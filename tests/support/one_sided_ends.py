@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import secrets
 import threading
+import time
 from collections import deque
 
 from omnikv.core.keys import Edge, PayloadId
@@ -12,14 +13,19 @@ from omnikv.transports.one_sided import OneSidedTransport
 from omnikv.transports.one_sided_engine import EngineFault, one_by_one
 from omnikv.transports.proved_sockets import Meeting
 
+PATIENCE_S = 30.0
+
 
 class CopyingEngine:
     """Reads by copying, once `may_end` is set; `may_start` holds starts up. `refusals` and `endings` are codes of
     starts and reads to come that fail.
     """
 
-    def __init__(self, *, needs_serving=False):
+    def __init__(self, *, needs_serving=False, notices=None):
         self.needs_serving = needs_serving
+        # Where engines notify each other: what one source's engine has not heard yet.
+        self.has_notices = notices is not None
+        self.notices = notices
         self.name = secrets.token_hex(4)
         self.may_start, self.may_end = threading.Event(), threading.Event()
         self.may_start.set()
@@ -49,24 +55,29 @@ class CopyingEngine:
     def forget(self, source):
         self.sources.discard(source)
 
-    def start(self, source, local, places):
+    def start(self, source, local, places, notice=b""):
         self.started.release()
         assert self.may_start.wait(60)
         if self.refusals:
             raise EngineFault("start", self.refusals.popleft())
-        return CopyingRead(self, list(one_by_one(local, places)))
+        return CopyingRead(self, list(one_by_one(local, places)), notice)
 
     def serve(self):
         self.served.release()
+        came = []
+        while self.notices:
+            came.append(self.notices.popleft())
+        return came
 
     def close(self):
         assert not self.registered
 
 
 class CopyingRead:
-    def __init__(self, engine, moves):
+    def __init__(self, engine, moves, notice):
         self.engine = engine
         self.moves = moves
+        self.notice = notice
 
     def poll(self):
         if not self.engine.may_end.is_set():
@@ -76,6 +87,8 @@ class CopyingRead:
             raise EngineFault("poll", self.engine.endings.popleft())
         for move in self.moves:
             ctypes.memmove(*move)
+        if self.notice and self.engine.has_notices:
+            self.engine.notices.append(self.notice)
         return True
 
 
@@ -128,3 +141,27 @@ class CopyingWorld:
 def copying_world():
     with contextlib.ExitStack() as stack:
         yield CopyingWorld(stack)
+
+
+def put(source, payload, data=b"payload"):
+    with source.reserve(payload, len(data)) as slot:
+        slot.buffer[:] = data
+        slot.publish()
+
+
+def soon():
+    return time.monotonic() + PATIENCE_S
+
+
+def take(target, payload):
+    with target.get(payload, deadline=soon()) as lease:
+        data = bytes(lease.buffer)
+        lease.acknowledge()
+    return data
+
+
+def until(condition):
+    give_up = soon()
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)

@@ -6,43 +6,17 @@ import threading
 import time
 
 import pytest
-from one_sided_ends import CopyingEngine, copying_world
+from one_sided_ends import PATIENCE_S, CopyingEngine, copying_world, put, soon, take, until
 
 from omnikv.errors import ProducerFailed, PutRejected, TransportError, TransportUnavailable
 from omnikv.transports.base import Endpoint, PutRequest
 from omnikv.transports.registry import open_transport
-
-PATIENCE_S = 30.0
 
 
 @pytest.fixture
 def world():
     with copying_world() as opened:
         yield opened
-
-
-def put(source, payload, data=b"payload"):
-    with source.reserve(payload, len(data)) as slot:
-        slot.buffer[:] = data
-        slot.publish()
-
-
-def soon():
-    return time.monotonic() + PATIENCE_S
-
-
-def take(target, payload):
-    with target.get(payload, deadline=soon()) as lease:
-        data = bytes(lease.buffer)
-        lease.acknowledge()
-    return data
-
-
-def until(condition):
-    give_up = soon()
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("code", [-1, -2, -800, "NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_BACKEND", 0])

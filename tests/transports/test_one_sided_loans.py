@@ -1,11 +1,10 @@
 """Payloads that stay in their callers' memory: read there, known to the engine once, and given back at every end."""
 
 import ctypes
-import time
 
 import msgspec
 import pytest
-from one_sided_ends import CopyingEngine, copying_world
+from one_sided_ends import PATIENCE_S, CopyingEngine, copying_world, soon, take, until
 
 from omnikv.core.lending import MAX_SPANS, Loan, Memory, Span
 from omnikv.core.messages import MAX_MESSAGE_NBYTES
@@ -15,8 +14,6 @@ from omnikv.transports.base import Endpoint
 from omnikv.transports.one_sided_loans import LentMemory
 from omnikv.transports.one_sided_messages import Placed
 from omnikv.transports.registry import open_transport
-
-PATIENCE_S = 30.0
 
 
 class Cache:
@@ -41,29 +38,11 @@ def world():
         yield opened
 
 
-def soon():
-    return time.monotonic() + PATIENCE_S
-
-
 def lend(source, payload, loan):
     with source.reserve(payload, 20) as slot:
         slot.buffer[:] = b"head" + b"-" * 12 + b"tail"
         slot.lend(loan)
         slot.publish()
-
-
-def take(target, payload):
-    with target.get(payload, deadline=soon()) as lease:
-        data = bytes(lease.buffer)
-        lease.acknowledge()
-    return data
-
-
-def until(condition):
-    give_up = soon()
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 def as_sent(*blocks):

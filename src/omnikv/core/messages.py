@@ -16,7 +16,7 @@ import msgspec
 from omnikv.errors import RemoteProtocolError
 
 # Said in every Hello; peers of different versions refuse each other.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # The longest packet of the control channel; longer ones are refused unread.
 MAX_MESSAGE_NBYTES = 65536
 # The longest cause or reason that is sent; longer ones are cut.

@@ -49,6 +49,7 @@ class MooncakeEngine:
     """
 
     needs_serving = False
+    has_notices = False
 
     def __init__(self, host: str, protocol: str, devices: str) -> None:
         try:
@@ -101,7 +102,7 @@ class MooncakeEngine:
     def forget(self, source: str) -> None:
         """Nothing; the engine keeps what it knows of its peers to itself."""
 
-    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
+    def start(self, source: str, local: int, places: Sequence[Place], notice: bytes = b"") -> Reading:
         """A read, once the source's engine has answered, which may take as long as its network lets it.
 
         Raises:
@@ -118,8 +119,9 @@ class MooncakeEngine:
         code: int = self._engine.batch_transfer_sync_write(peer, locals_, remotes, sizes)
         return code
 
-    def serve(self) -> None:
-        """Nothing; the engine has threads of its own."""
+    def serve(self) -> Sequence[bytes]:
+        """No notices; the engine has threads of its own."""
+        return ()
 
     def close(self) -> None:
         """Nothing; others of this process may be using it, and later ones will."""

@@ -36,6 +36,7 @@ class NixlEngine:
     """
 
     needs_serving = True
+    has_notices = True
 
     def __init__(self) -> None:
         try:
@@ -99,8 +100,8 @@ class NixlEngine:
         with self._lock, contextlib.suppress(EngineFault), _faults("remove_remote_agent"):
             self._agent.remove_remote_agent(source)
 
-    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
-        """A read that goes on while it is asked after.
+    def start(self, source: str, local: int, places: Sequence[Place], notice: bytes = b"") -> Reading:
+        """A read that goes on while it is asked after, and that NIXL notifies the source of when all of it is here.
 
         Raises:
             EngineFault: the agent knows no such source or memory, or could not begin.
@@ -109,15 +110,17 @@ class NixlEngine:
             moves = list(one_by_one(local, places))
             here = self._agent.get_xfer_descs([(to, nbytes, 0) for to, _, nbytes in moves], _HOST_MEMORY)
             there = self._agent.get_xfer_descs([(origin, nbytes, 0) for _, origin, nbytes in moves], _HOST_MEMORY)
-            handle = self._agent.initialize_xfer("READ", here, there, source)
+            handle = self._agent.initialize_xfer("READ", here, there, source, notice)
             reading = _Transfer(self._agent, handle, self._lock)
             reading.begin()
             return reading
 
-    def serve(self) -> None:
-        """Nothing; lets peers' reads go on."""
+    def serve(self) -> Sequence[bytes]:
+        """The notifications that came, of whatever agent; lets peers' reads go on."""
         with self._lock, contextlib.suppress(EngineFault), _faults("get_new_notifs"):
-            self._agent.get_new_notifs()
+            came: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            return [notice for notices in came.values() for notice in notices]
+        return []
 
     def close(self) -> None:
         """Nothing; ends the agent. No read is under way."""

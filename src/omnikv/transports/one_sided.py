@@ -3,9 +3,10 @@
 Theory of operation. The ends meet and prove themselves as those of `tcp` do (`proved_sockets`), and speak over that
 link as over every transport. A source's payloads lie in memory that its engine knows (`one_sided_memory`). When one is
 leased to a target, the source says where it lies; the target's engine reads it from there into memory that it knows in
-turn (`one_sided_window`, `one_sided_puller`), over whatever network it owns. The lease pins the payload's room, and a
-target confirms over the link that the lease still stands after its engine is done: an engine can tell that bytes came,
-never whose they were by then.
+turn (`one_sided_window`, `one_sided_puller`), over whatever network it owns. The lease pins the payload's room, and the
+source confirms over the link that the lease still stands after the engine is done: an engine can tell that bytes came,
+never whose they were by then. That it is done, the source hears from the target over the link, or sooner from its own
+engine, where engines notify each other (`one_sided_shelf`).
 
 An engine's calls may block, and cannot be called off. Each source's are made on a thread of its own, so one dead peer
 delays no other; a deadline that passes leaves the read to that thread, and its destination to the engine until it is
@@ -125,7 +126,7 @@ class OneSidedTransport(PairTransport):
 
     def _open_shelf(self) -> OneSidedShelf:
         thread_name = f"omnikv-{self.name}-serves-{self._endpoint.rank}"
-        self._shelf = OneSidedShelf(self._memory, self._lent, self._engine, thread_name)
+        self._shelf = OneSidedShelf(self._memory, self._lent, self._engine, thread_name, self._lock, self._count)
         return self._shelf
 
     def _open_window(self) -> OneSidedWindow:
@@ -137,6 +138,9 @@ class OneSidedTransport(PairTransport):
     def _wants_here(self) -> Wants:
         assert isinstance(self._target, Wants)
         return self._target
+
+    def _count(self, kind: str, text: str) -> None:
+        self._loop.count(kind, text)
 
     def _never_mind(self) -> None:
         if self._shelf is not None:

@@ -32,9 +32,11 @@ class Engine(Protocol):
     """The engine of one end. Any thread may call it; a call may block for as long as its network makes it.
 
     `needs_serving` says that reads only go on while they are called for: `serve` at the source, `poll` at the target.
+    `has_notices` says that a read which went well can say so to the source's engine, which hands it out in `serve`.
     """
 
     needs_serving: bool
+    has_notices: bool
 
     def hail(self) -> bytes:
         """What a peer must learn of this end before anything else."""
@@ -59,15 +61,17 @@ class Engine(Protocol):
     def forget(self, source: str) -> None:
         """Nothing; gives back what reading from `source` took."""
 
-    def start(self, source: str, local: int, places: Sequence[Place]) -> Reading:
+    def start(self, source: str, local: int, places: Sequence[Place], notice: bytes = b"") -> Reading:
         """A read of these places of `source`, one after another into the address `local` here; all are registered.
+
+        Once all of it is here, `source` gets the `notice`, if it is not empty and there are notices.
 
         Raises:
             EngineFault: it could not begin; nothing of it comes.
         """
 
-    def serve(self) -> None:
-        """Nothing; lets reads of this end's memory go on."""
+    def serve(self) -> Sequence[bytes]:
+        """The notices that came since; lets reads of this end's memory go on. Anybody may have sent them."""
 
     def close(self) -> None:
         """Nothing; gives everything back. No read is under way."""

@@ -2,7 +2,9 @@
 
 It begins reads in their order, has many under way at once and asks after each until it is over, well or badly. Nothing
 else ends one: whoever gives a read up leaves its destination here until the engine is done with it. A read that ended
-badly is tried again while its source is there, after the engine has met the source anew.
+badly is tried again while its source is there, after the engine has met the source anew. The first try of a read says
+to the source's engine that it went well, where engines have notices; if the source has not answered that in time, the
+notice is in doubt.
 """
 
 from __future__ import annotations
@@ -22,19 +24,26 @@ RETRY_S = 0.05
 EAGER_S = 0.001
 PAUSE_S = 0.00005
 LONGEST_PAUSE_S = 0.001
+# How long a source takes at most to answer a notice, before it is taken for lost.
+NOTICE_S = 0.2
 # Nobody waits for what a source that is gone still owes.
 GONE_PAUSE_S = 0.02
 
 
 class Pull(Protocol):
-    """One payload to be read: from `places` of its source into `local` here, `nbytes` in all."""
+    """One payload to be read: from `places` of its source into `local` here, `nbytes` in all, with a `notice` of it."""
 
     places: Sequence[Place]
     nbytes: int
+    notice: bytes
 
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for it."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its source has answered, so that it expects no read any more."""
 
     @property
     def local(self) -> int:
@@ -45,9 +54,10 @@ P = TypeVar("P", bound=Pull)
 
 
 class Puller(Generic[P]):
-    """Reads from one source. `prepare` says whether a pull has room by now, and `done` what came of each, once.
+    """Reads from one source. `prepare` says whether a pull has room by now, and `done` what came of each, once, and
+    whether the source's engine was told. `doubt` is called for what was, and was not answered in time.
 
-    Both are called on the thread, without the lock, as is everything of the engine.
+    All three are called on the thread, without the lock, as is everything of the engine.
     """
 
     def __init__(
@@ -56,12 +66,14 @@ class Puller(Generic[P]):
         name: str,
         *,
         prepare: Callable[[P], bool],
-        done: Callable[[P, EngineFault | None], None],
+        done: Callable[[P, EngineFault | None, bool], None],
+        doubt: Callable[[P], None],
         broken: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
         self._prepare = prepare
         self._done = done
+        self._doubt = doubt
         self._broken = broken
         self._words: list[bytes] = []
         self._source: str | None = None
@@ -70,6 +82,8 @@ class Puller(Generic[P]):
         self._is_stopped = False
         self._under_way: list[tuple[P, Reading, int]] = []
         self._again: list[tuple[float, P, int]] = []
+        # What the source's engine was told of, and until when the source ought to answer.
+        self._told: deque[tuple[float, P]] = deque()
         self._log = logging.getLogger(f"omnikv.{name}")
         self._thread = threading.Thread(target=self._run, name=f"omnikv-{name}", daemon=True)
         self._thread.start()
@@ -116,8 +130,10 @@ class Puller(Generic[P]):
         """Whether to go on; takes what has come in, and sleeps while there is nothing to do."""
         with self._changed:
             if not self._under_way and not self._again:
-                self._changed.wait_for(lambda: self._inbox or self._is_stopped)
+                wait_s = max(0.0, self._told[0][0] - time.monotonic()) if self._told else None
+                self._changed.wait_for(lambda: self._inbox or self._is_stopped, wait_s)
             items, self._inbox = self._inbox, deque()
+        self._doubt_what_is_due()
         for item in items:
             if isinstance(item, bytes):
                 self._words.append(item)
@@ -125,6 +141,13 @@ class Puller(Generic[P]):
             else:
                 self._begin(item, 1)
         return not self._is_stopped or bool(self._under_way)
+
+    def _doubt_what_is_due(self) -> None:
+        now = time.monotonic()
+        while self._told and (self._told[0][1].is_sound or self._told[0][0] <= now):
+            wanted = self._told.popleft()[1]
+            if not wanted.is_sound:
+                self._doubt(wanted)
 
     def _move(self) -> bool:
         """Whether something ended; asks after everything that is under way, and tries again what is due."""
@@ -138,16 +161,26 @@ class Puller(Generic[P]):
         for index, (wanted, reading, tries) in enumerate(under_way):
             try:
                 if reading.poll():
-                    self._done(wanted, None)
+                    self._went_well(wanted, tries)
                 else:
                     self._under_way.append(under_way[index])
             except EngineFault as fault:  # noqa: PERF203
                 self._failed(wanted, tries, fault)
         return bool(due) or len(self._under_way) < len(under_way)
 
+    def _went_well(self, wanted: P, tries: int) -> None:
+        has_notified = bool(self._notice_of(wanted, tries))
+        if has_notified:
+            self._told.append((time.monotonic() + NOTICE_S, wanted))
+        self._done(wanted, None, has_notified)
+
+    def _notice_of(self, wanted: P, tries: int) -> bytes:
+        # What failed once may fail for a network that loses notices too.
+        return wanted.notice if tries == 1 else b""
+
     def _begin(self, wanted: P, tries: int) -> None:
         if self._is_stopped or wanted.is_over:
-            self._done(wanted, EngineFault("reading", "given up"))
+            self._give_up(wanted)
             return
         if not self._prepare(wanted):
             return
@@ -155,15 +188,16 @@ class Puller(Generic[P]):
             self._failed(wanted, tries, EngineFault("meeting the source", "nothing that this engine understands"))
             return
         try:
-            reading = self._engine.start(self._source, wanted.local, wanted.places)
+            notice = self._notice_of(wanted, tries)
+            reading = self._engine.start(self._source, wanted.local, wanted.places, notice)
         except EngineFault as fault:
             self._failed(wanted, tries, fault)
             return
         self._under_way.append((wanted, reading, tries))
 
     def _failed(self, wanted: P, tries: int, fault: EngineFault) -> None:
-        if tries >= TRIES or self._is_stopped or wanted.is_over:
-            self._done(wanted, fault)
+        if tries >= TRIES or self._is_stopped or wanted.is_over or wanted.is_sound:
+            self._done(wanted, fault, False)
         else:
             self._log.info("a read of %d bytes failed (%s), trying again", wanted.nbytes, fault)
             self._again.append((time.monotonic() + RETRY_S * tries, wanted, tries + 1))
@@ -189,10 +223,13 @@ class Puller(Generic[P]):
 
     def _give_up_the_rest(self) -> None:
         for _, wanted, _ in self._again:
-            self._done(wanted, EngineFault("reading", "given up"))
+            self._give_up(wanted)
         self._again.clear()
         with self._changed:
             items, self._inbox = self._inbox, deque()
         for item in items:
             if not isinstance(item, bytes):
-                self._done(item, EngineFault("reading", "given up"))
+                self._give_up(item)
+
+    def _give_up(self, wanted: P) -> None:
+        self._done(wanted, EngineFault("reading", "given up"), False)

@@ -1,11 +1,18 @@
-"""How a one-sided source shows its payloads: it says where they lie, and the target's engine reads them there."""
+"""How a one-sided source shows its payloads: it says where they lie, and the target's engine reads them there.
+
+Theory of operation. A read ends here once: when the target says Drawn over its link, or when the target's engine says
+so to this one, where engines have notices. Engines ask nobody who they are, so a notice counts for what it proves:
+Placed gave the target alone a random one for this lease, over a link that had proved itself. One that fits no read
+under way is counted, and nothing else. Either way the target hears Sound if the lease still stands.
+"""
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from omnikv.core.lending import Loan
 from omnikv.errors import RemoteProtocolError
@@ -13,7 +20,7 @@ from omnikv.transports.links import Link
 from omnikv.transports.one_sided_engine import Engine, Place
 from omnikv.transports.one_sided_loans import LentMemory, Registered
 from omnikv.transports.one_sided_memory import RegisteredPool
-from omnikv.transports.one_sided_messages import Drawn, Placed, Reach, Sound
+from omnikv.transports.one_sided_messages import NOTICE_NBYTES, Drawn, Placed, Reach, Sound
 from omnikv.transports.shm_pool import Room
 
 # Between two calls of an engine that moves only while it is called: a few percent of a core, while something is read.
@@ -44,18 +51,39 @@ class Shelved:
         return tuple(places)
 
 
-class OneSidedShelf:
-    """The payloads of one source. Called with the transport's lock where nothing else is said."""
+class _Read(NamedTuple):
+    """A payload that a target may be reading now, and what its engine says of that; empty where it says nothing."""
 
-    def __init__(self, memory: RegisteredPool, lent: LentMemory, engine: Engine, thread_name: str) -> None:
+    room: Shelved
+    notice: bytes
+
+
+class OneSidedShelf:
+    """The payloads of one source. Called with the transport's lock where nothing else is said.
+
+    `count` counts and logs what goes wrong.
+    """
+
+    def __init__(
+        self,
+        memory: RegisteredPool,
+        lent: LentMemory,
+        engine: Engine,
+        thread_name: str,
+        lock: threading.Lock,
+        count: Callable[[str, str], None],
+    ) -> None:
         self._memory = memory
         self._lent = lent
         self._engine = engine
+        self._lock = lock
+        self._count = count
         # What of this end's memory each target has heard of: segments of the pool by number, and what is lent.
         self._told: dict[Link, set[int | Registered]] = {}
-        # The payloads that a target may be reading now, by lease.
-        self._read: dict[Link, dict[int, Shelved]] = {}
-        self._server = Server(engine, thread_name) if engine.needs_serving else None
+        # What is being read, by lease; and by what a target's engine will say of it.
+        self._read: dict[Link, dict[int, _Read]] = {}
+        self._noticed: dict[bytes, tuple[Link, int]] = {}
+        self._server = Server(engine, thread_name, self._hear) if engine.needs_serving or engine.has_notices else None
         # Whether a target was reading when this end closed.
         self.is_read = False
 
@@ -95,10 +123,13 @@ class OneSidedShelf:
         self._tell_of(link, room.room.segment.number, known.word)
         for lent in room.held:
             self._tell_of(link, lent, lent.word)
-        self._read[link][lease] = room
+        notice = secrets.token_bytes(NOTICE_NBYTES) if self._engine.has_notices else b""
+        if notice:
+            self._noticed[notice] = link, lease
+        self._read[link][lease] = _Read(room, notice)
         room.num_reads += 1
         self._tell_server()
-        link.send(Placed(ask, lease, room.places(known.address + room.room.offset)))
+        link.send(Placed(ask, lease, room.places(known.address + room.room.offset), notice))
 
     def promise(self, link: Link, ask: int, room: Shelved) -> None:
         """Nothing; what is read on its own is read once it is published."""
@@ -115,11 +146,11 @@ class OneSidedShelf:
         Raises:
             RemoteProtocolError: it was leased nothing of the kind.
         """
-        if not isinstance(message, Drawn) or message.lease not in self._read[link]:
+        if isinstance(message, Drawn) and message.lease in self._read[link]:
+            self._end_read(link, message.lease)
+        elif not isinstance(message, Drawn) or not self._engine.has_notices:
+            # Else it crossed the answer to its notice.
             raise RemoteProtocolError(f"{message} is nothing that a target says here")
-        self._read[link].pop(message.lease).num_reads -= 1
-        self._tell_server()
-        link.send(Sound(message.lease))
 
     def link_ready(self, link: Link) -> None:
         """A target that knows nothing yet: it is told how this engine is reached."""
@@ -130,7 +161,8 @@ class OneSidedShelf:
     def link_gone(self, link: Link) -> None:
         """Nothing; what it reads from now on counts for nothing."""
         self._told.pop(link, None)
-        self._read.pop(link, None)
+        for read in self._read.pop(link, {}).values():
+            self._noticed.pop(read.notice, None)
         self._tell_server()
 
     def close(self) -> None:
@@ -150,16 +182,37 @@ class OneSidedShelf:
             if word:
                 link.send(Reach(word))
 
+    def _hear(self, notices: Sequence[bytes]) -> None:
+        """Nothing; ends the reads that these notices prove to be over. Called without the lock."""
+        with self._lock:
+            for notice in notices:
+                found = self._noticed.get(notice)
+                if found is not None:
+                    self._end_read(*found)
+                else:
+                    self._count("foreign_notices", "the engine was told of a read that is not under way: ignored")
+
+    def _end_read(self, link: Link, lease: int) -> None:
+        room, notice = self._read[link].pop(lease)
+        self._noticed.pop(notice, None)
+        room.num_reads -= 1
+        self._tell_server()
+        link.send(Sound(lease))
+
     def _tell_server(self) -> None:
         if self._server is not None:
             self._server.expect(any(self._read.values()))
 
 
 class Server:
-    """The thread that lets reads of this end's memory go on, as long as one is expected, and sleeps otherwise."""
+    """The thread that lets reads of this end's memory go on, as long as one is expected, and sleeps otherwise.
 
-    def __init__(self, engine: Engine, thread_name: str) -> None:
+    `hear` is given the notices that come meanwhile, on the thread.
+    """
+
+    def __init__(self, engine: Engine, thread_name: str, hear: Callable[[Sequence[bytes]], None]) -> None:
         self._engine = engine
+        self._hear = hear
         self._changed = threading.Condition()
         self._is_expected = False
         self._has_ended = False
@@ -188,5 +241,7 @@ class Server:
                 self._changed.wait_for(lambda: self._is_expected or self._has_ended)
                 if self._has_ended:
                     return
-            self._engine.serve()
+            notices = self._engine.serve()
+            if notices:
+                self._hear(notices)
             time.sleep(PAUSE_S)

@@ -1,8 +1,11 @@
 """How a one-sided target comes to its payloads: its engine reads each where it lies, into the room where it is used.
 
-Every Placed of a source is answered by one Drawn, when the engine is done with the room or never began, and every Drawn
-by one Sound; only then is the payload handed over, or what failed or was given up returned. A lease ends over the link
-alone, so between Placed and Sound the source cannot have given the payload's room to another one.
+Every Placed of a source is answered once, when the engine is done with the room or never began: by Drawn, or by the
+engine itself, whose notice to the source's engine comes with the end of a read that went well. The source answers in
+turn with Sound, which may be here before this end has looked at its own engine. After both the payload is handed over,
+or what failed or was given up returned. A notice that is not answered within `NOTICE_S` may be lost: then Drawn is said
+as well. A lease ends over the link alone, so between Placed and Sound the source cannot have given the payload's room
+to another one.
 """
 
 from __future__ import annotations
@@ -32,9 +35,13 @@ class Transfer:
         self.ask = placed.ask
         self.lease = placed.lease
         self.places: Sequence[Place] = placed.places
+        self.notice = placed.notice
         self.nbytes = sum(nbytes for _, nbytes in placed.places)
+        # Nobody waits for it; the engine is done with it; all of it is here; its source has said Sound.
         self.is_over = False
+        self.is_read = False
         self.is_whole = False
+        self.is_sound = False
         self.room: Room | None = None
         self.local = 0
 
@@ -81,15 +88,15 @@ class OneSidedWindow:
             if message.lease in transfers:
                 raise RemoteProtocolError(f"lease {message.lease} is told of twice")
             transfer = transfers[message.lease] = Transfer(link, message)
-            if not transfer.nbytes:
-                transfer.is_whole = True
-                link.send(Drawn(message.lease))
-            elif self._find_wants().is_expected(link, message.ask):
+            transfer.is_whole = not transfer.nbytes
+            if transfer.nbytes and self._find_wants().is_expected(link, message.ask):
                 self._pullers[link].pull(transfer)
             else:
-                link.send(Drawn(message.lease))
+                self._end_read(transfer)
         elif isinstance(message, Sound) and message.lease in transfers:
-            return self._hand_over(link, transfers.pop(message.lease))
+            transfer = transfers[message.lease]
+            transfer.is_sound = True
+            return self._hand_over(transfer) if transfer.is_read else None
         else:
             raise RemoteProtocolError(f"{message} is nothing that a source says here, or not now")
         return None
@@ -104,6 +111,7 @@ class OneSidedWindow:
             f"{self._name}-reads-rank-{link.seat.rank}",
             prepare=self._prepare,
             done=self._done,
+            doubt=self._doubt,
             broken=self._broken,
         )
 
@@ -125,7 +133,7 @@ class OneSidedWindow:
                 transfer.is_over = True
                 if transfer in self._waiting:
                     self._waiting.remove(transfer)
-                    link.send(Drawn(transfer.lease))
+                    self._end_read(transfer)
 
     def close(self) -> None:
         """Nothing; what is leased stays readable."""
@@ -162,8 +170,8 @@ class OneSidedWindow:
                     self._waiting.append(transfer)
                     if gives != self._gives:
                         self._pull_waiting()
-                elif transfer.link in self._transfers:
-                    transfer.link.send(Drawn(transfer.lease))
+                else:
+                    self._end_read(transfer)
             return
         refusal = TransportError(
             f"{self._name}: a payload of {transfer.nbytes} bytes can never be received here: the option landing_nbytes "
@@ -173,12 +181,11 @@ class OneSidedWindow:
         refusal.__cause__ = error
         self._fail(transfer, refusal)
 
-    def _done(self, transfer: Transfer, fault: EngineFault | None) -> None:
-        if fault is None:
-            transfer.is_whole = True
-            self._say_drawn(transfer)
-        elif transfer.is_over:
-            self._say_drawn(transfer)
+    def _done(self, transfer: Transfer, fault: EngineFault | None, has_notified: bool) -> None:
+        if fault is None or transfer.is_over:
+            with self._lock:
+                transfer.is_whole = fault is None
+                self._end_read(transfer, has_notified=has_notified)
         else:
             error = TransportError(
                 f"{self._name}: {transfer.nbytes} bytes could not be read from source {transfer.link.seat} "
@@ -191,25 +198,31 @@ class OneSidedWindow:
     def _fail(self, transfer: Transfer, error: TransportError) -> None:
         with self._lock:
             self._find_wants().fail_ask(transfer.link, transfer.ask, error)
-        self._say_drawn(transfer)
+            self._end_read(transfer)
 
-    def _say_drawn(self, transfer: Transfer) -> None:
+    def _doubt(self, transfer: Transfer) -> None:
         with self._lock:
-            if transfer.link in self._transfers:
+            if not transfer.is_sound and transfer.link in self._transfers:
                 transfer.link.send(Drawn(transfer.lease))
-                return
-        self._free(transfer)
-
-    def _free(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._give(transfer)
 
     # And this with the lock again.
 
-    def _hand_over(self, link: Link, transfer: Transfer) -> Arrival | None:
+    def _end_read(self, transfer: Transfer, *, has_notified: bool = False) -> None:
+        transfer.is_read = True
+        if transfer.link not in self._transfers:
+            self._give(transfer)
+        elif transfer.is_sound:
+            arrival = self._hand_over(transfer)
+            if arrival is not None:
+                self._find_wants().arrive(transfer.link, arrival)
+        elif not has_notified:
+            transfer.link.send(Drawn(transfer.lease))
+
+    def _hand_over(self, transfer: Transfer) -> Arrival | None:
+        del self._transfers[transfer.link][transfer.lease]
         if not transfer.is_whole:
             self._give(transfer)
-            link.send(Return(transfer.lease))
+            transfer.link.send(Return(transfer.lease))
             return None
         if transfer.room is None:
             return Arrival(transfer.ask, transfer.lease, memoryview(bytearray()))
