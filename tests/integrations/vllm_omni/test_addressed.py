@@ -97,3 +97,9 @@ def test_settings_that_name_a_published_connector_open_ours_where_no_engine_is(n
             pass
     shared = OmniKVCacheConfig(connector_config={"type": "SharedMemoryConnector", "shm_threshold_bytes": 1})
     assert isinstance(open_connector(shared, KVTPTopology(1, 1, 0)), SharedMemoryConnector)
+
+
+@pytest.mark.parametrize("connector", [OmniKVTcpConnector, NixlConnector])
+def test_a_connector_refuses_to_lend_since_its_caller_would_not_know_until_when(connector, namespace):
+    with pytest.raises(ConfigError, match=r"lends nothing.*leave lend out, or send by omnikv.KVSender"):
+        connector({"role": "sender", "host": HOST, "zmq_port": 0, "namespace": namespace, "lend": True})

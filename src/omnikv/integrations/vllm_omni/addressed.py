@@ -23,7 +23,7 @@ _DEFAULT_PORT = 50051
 class AddressedConnector(TransportConnector):
     """Serves one rank of one stage over `transport_name`. `config` is what a configuration file says.
 
-    What is no published setting goes to the transport: `secret_file`, `pool_nbytes` and so on.
+    What is no published setting goes to the transport: `secret_file`, `pool_nbytes` and so on, but not `lend`.
 
     Raises:
         ConfigError: a setting is wrong, or the role is not said and `put` and `get` would both need it.
@@ -37,6 +37,11 @@ class AddressedConnector(TransportConnector):
         self._sender_port: int | None = settings.get("sender_zmq_port")
         options = {name: value for name, value in settings.items() if name not in _PUBLISHED}
         namespace, replica = options.pop("namespace", "default"), options.pop("replica", 0)
+        if options.get("lend"):
+            raise ConfigError(
+                f"{self.transport_name}: a connector copies what it is given and lends nothing, since `put` does not "
+                "say when its caller may write there again: leave lend out, or send by omnikv.KVSender"
+            )
         role = str(settings.get("role", "sender")).lower()
         if role == "sender":
             host, port = settings.get("host") or "127.0.0.1", int(settings.get("zmq_port", _DEFAULT_PORT))
