@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from omnikv.core.wire import MAX_HEADER_MARKS, MAX_TENSORS, Header, encode_head
 from omnikv.core.wire_decode import decode
-from omnikv.errors import WireError, WireReason
+from omnikv.errors import ConfigError, WireError, WireReason
 from omnikv.tensors.pack import decode_payload
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "wire"
@@ -89,3 +90,50 @@ def test_the_files_are_what_the_script_writes():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert {file.name: file.read_bytes() for file in FILES} == module.corpus()
+
+
+def head_of(**fields: str) -> bytes:
+    """A payload without data whose header has these fields, as JSON."""
+    spelled = {"rid": '"r"', "bids": "[]", "meta": "{}", "td": "[]", "nl": "0", **fields}
+    body = ("{" + ",".join(f'"{name}":{value}' for name, value in spelled.items()) + "}").encode()
+    return len(body).to_bytes(4, "big") + body
+
+
+def entries(num_layers: int) -> str:
+    names = (f"{kind}_cache_{layer}" for layer in range(num_layers) for kind in ("key", "value"))
+    return "[" + ",".join(f'{{"n":"{name}","d":"float16","s":[0],"o":0,"b":0}}' for name in names) + "]"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bids": "[" + ",".join(["1"] * (MAX_HEADER_MARKS + 1)) + "]"},
+        {"meta": '{"a":[' + ",".join(["[]"] * MAX_HEADER_MARKS) + "]}"},
+        {"meta": "{" + ",".join(f'"{number}":{{}}' for number in range(MAX_HEADER_MARKS // 3)) + "}"},
+        {"td": "[" + ",".join(["{}"] * MAX_HEADER_MARKS) + "]"},
+    ],
+    ids=["block ids", "lists", "keys", "tensors"],
+)
+def test_a_header_of_more_values_than_are_read_is_refused_before_it_is_parsed(fields, monkeypatch):
+    monkeypatch.setattr("omnikv.core.wire_decode.parse_json", lambda text: pytest.fail("it was parsed"))
+    assert refuse(head_of(**fields)).reason is WireReason.HEADER_TOO_LARGE
+
+
+def test_more_tensors_than_any_model_has_are_refused_and_as_many_as_allowed_are_read():
+    most = MAX_TENSORS // 2
+    assert decode(head_of(td=entries(most), nl=str(most))).num_layers == most
+    error = refuse(head_of(td=entries(most + 1), nl=str(most + 1)))
+    assert (error.reason, f"lists {MAX_TENSORS + 2} tensors" in str(error)) == (WireReason.LAYER_COUNT, True)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(request_id="r", num_layers=0, spans=(), data_nbytes=0, block_ids=tuple(range(MAX_HEADER_MARKS + 1))),
+        Header(request_id="r", num_layers=MAX_TENSORS // 2 + 1, spans=(), data_nbytes=0),
+    ],
+    ids=["block ids", "tensors"],
+)
+def test_what_no_reader_takes_is_not_written(header):
+    with pytest.raises(ConfigError, match="at most 16384 are allowed, or has more than 524288"):
+        encode_head(header)

@@ -35,6 +35,9 @@ Scope = Literal["all", "header"]
 PREFIX_NBYTES = 4
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 8 << 20
+# Reading takes time for each value and tensor, not for each byte: together these keep the longest well under a second.
+MAX_HEADER_MARKS = 1 << 19
+MAX_TENSORS = 1 << 14
 MAX_DIMS = 8
 MAX_INTEGER = 2**63 - 1
 # Numbers in metadata may be larger than MAX_INTEGER (hashes), but parsing digits costs their square.
@@ -150,7 +153,8 @@ def encode_head(header: Header) -> bytes:
     """The head of a payload of ours, with its checksum still `UNSEALED`; its length is a multiple of `ALIGNMENT`.
 
     Raises:
-        ConfigError: an empty request id, metadata that JSON cannot hold, or a head over `MAX_HEADER_BYTES`.
+        ConfigError: an empty request id, metadata that JSON cannot hold, or a head over `MAX_HEADER_BYTES`,
+            `MAX_HEADER_MARKS` or `MAX_TENSORS`.
     """
     _require_request_id(header.request_id)
     text = (
@@ -166,7 +170,41 @@ def encode_head(header: Header) -> bytes:
             f"the header of request {show(header.request_id)} takes {nbytes} bytes, at most {MAX_HEADER_BYTES} "
             "are allowed; send less metadata or fewer block ids"
         )
+    if 2 * header.num_layers > MAX_TENSORS or _has_too_many_marks(text):
+        raise ConfigError(
+            f"the header of request {show(header.request_id)} lists {2 * header.num_layers} tensors, at most "
+            f"{MAX_TENSORS} are allowed, or has more than {MAX_HEADER_MARKS} of the characters , : [ and {{ in all; "
+            "send less metadata or fewer block ids"
+        )
     return nbytes.to_bytes(PREFIX_NBYTES, "big") + (text + tail).ljust(nbytes).encode("ascii")
+
+
+def text_of(head: bytes) -> str:
+    """The JSON of a head, not parsed.
+
+    Raises:
+        WireError: it is no UTF-8, or has more than `MAX_HEADER_MARKS`.
+    """
+    try:
+        text = head[PREFIX_NBYTES:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(
+            f"the header is not UTF-8: {error.reason}",
+            reason=WireReason.HEADER_NOT_JSON,
+            offset=PREFIX_NBYTES + error.start,
+        ) from error
+    if _has_too_many_marks(text):
+        raise WireError(
+            f"the header has more than {MAX_HEADER_MARKS} of the characters , : [ and {{: more values than are read",
+            reason=WireReason.HEADER_TOO_LARGE,
+            offset=PREFIX_NBYTES,
+        )
+    return text
+
+
+def _has_too_many_marks(text: str) -> bool:
+    """Whether this JSON may hold more values than are read: each but the first follows one of these marks."""
+    return len(text) > MAX_HEADER_MARKS and sum(map(text.count, ",:[{")) > MAX_HEADER_MARKS
 
 
 def split_digest(head: bytes) -> Digest | None:

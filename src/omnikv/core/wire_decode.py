@@ -27,6 +27,7 @@ from omnikv.core.wire import (
     MAX_DIMS,
     MAX_HEADER_BYTES,
     MAX_INTEGER,
+    MAX_TENSORS,
     PREFIX_NBYTES,
     REGIONS_VERSION,
     Extension,
@@ -38,6 +39,7 @@ from omnikv.core.wire import (
     show,
     split_digest,
     tensor_nbytes,
+    text_of,
 )
 from omnikv.core.wire_regions import read_regions
 from omnikv.errors import WireError, WireReason
@@ -98,7 +100,7 @@ def decode_head(head: bytes, payload_nbytes: int) -> Header:
     fields, listed = _load_fields(head)
     num_layers = _integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
     if listed is None or listed.num_layers != num_layers:
-        fields = _load_object(_text_of(head))
+        fields = _load_object(text_of(head))
         listed = _read_list(fields.get(ENTRIES_KEY), num_layers)
     extension, data_nbytes = _read_extension(fields.get(EXTENSION_KEY), len(head), payload_nbytes)
     if extension is None:
@@ -124,20 +126,9 @@ def _refuse(reason: WireReason, message: str, offset: int = PREFIX_NBYTES) -> No
 # --- JSON and its fields ---
 
 
-def _text_of(head: bytes) -> str:
-    try:
-        return head[PREFIX_NBYTES:].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise WireError(
-            f"the header is not UTF-8: {error.reason}",
-            reason=WireReason.HEADER_NOT_JSON,
-            offset=PREFIX_NBYTES + error.start,
-        ) from error
-
-
 def _load_fields(head: bytes) -> tuple[dict[str, Any], _Listed | None]:
     """The head's fields and, where it is written as we write heads, its list of tensors read apart from them."""
-    text = _text_of(head)
+    text = text_of(head)
     start = text.find(_LIST_START)
     end = text.find(_LIST_END, start)
     if start < 0 or not 0 < end - start <= _MAX_KEPT_LIST or str(_LIST_MARK) in text:
@@ -230,6 +221,8 @@ def _read_list(entries: object, num_layers: int) -> _Listed:
             WireReason.LAYER_COUNT,
             f'"{ENTRIES_KEY}" must hold a key and a value for each of {num_layers} layers, got {found}',
         )
+    if len(entries) > MAX_TENSORS:
+        _refuse(WireReason.LAYER_COUNT, f"the payload lists {len(entries)} tensors, at most {MAX_TENSORS} are read")
     return _Listed(num_layers, _read_entries(entries, num_layers), None)
 
 
