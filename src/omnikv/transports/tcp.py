@@ -9,9 +9,9 @@ speak as over every transport: Want, Over, Ack, Return (`wants`, `offers`).
 A payload itself never travels over the control link, so that nothing that is said waits behind bytes. The target opens
 *lanes* beside it (`tcp_lanes`), proved in the same way and bound to this life of both ends. When a payload is leased to
 it, the target pulls it over a lane (`tcp_window`, `tcp_pull`), and the source sends it piece by piece, each pull in its
-turn (`tcp_shelf`). The bytes go from the source's warm pool to the target's warm pool; the lease is readable once they
-are whole. While a payload is still being written, a target that waits for it already pulls what is written: those bytes
-mean nothing before the source publishes, which then has little left to send.
+turn (`tcp_shelf`, `tcp_serve`). The bytes go from the source's warm pool to the target's warm pool; the lease is
+readable once they are whole. While a payload is still being written, a target that waits for it already pulls what is
+written: those bytes mean nothing before the source publishes, which then has little left to send.
 
 A lane that breaks is opened again, and what it carried goes on where it stopped, within the same lease. A control link
 that breaks ends its leases: whoever waits is told at once, the source offers the payloads again, and the target calls

@@ -138,6 +138,11 @@ class LaneThread:
             lane.stream.close()
         self._release()
 
+    def push(self, lane: Lane) -> None:
+        """Nothing; `lane` writes what it can at once, unless it waits for its connection. For the lane thread."""
+        if not lane.events & selectors.EVENT_WRITE:
+            self._serve(lane, selectors.EVENT_WRITE)
+
     def refresh(self, lane: Lane) -> None:
         """Nothing; looks again at what `lane` waits for. For the lane thread."""
         if lane not in self._lanes or not lane.events:
