@@ -6,7 +6,8 @@ import re
 import pytest
 
 from omnikv.bench.__main__ import EXIT_OK, main
-from omnikv.bench.across import AcrossResult, LaneResult, SmallResult
+from omnikv.bench.across import AcrossResult, LaneResult, SmallResult, new_lane, rounds_at
+from omnikv.bench.across_peer import order_of
 from omnikv.bench.across_report import (
     CHECKED,
     CONTIGUOUS,
@@ -20,11 +21,21 @@ from omnikv.bench.measure import Spread
 
 
 def run_with(contiguous=1.0, paged=1.0, secret=1.0, content_ok=True):
-    def lane(name, rate):
-        return LaneResult(name=name, ms=Spread.of([10.0]), rate_x=Spread.of([rate]), content_ok=content_ok)
+    def lane(name, *rates):
+        times = tuple(10.0 / rate for rate in rates)
+        return LaneResult(
+            name=name, ms=Spread.of(times), rate_x=Spread.of(rates), content_ok=content_ok, round_ms=times
+        )
 
-    lanes = (lane(CONTIGUOUS, contiguous), lane(GIVEN_SECRET, secret), lane(PAGED, paged), lane(CHECKED, 0.5))
-    size = AcrossResult(size_mib=64, rounds=5, bare_ms=Spread.of([10.0]), lanes=lanes)
+    # Whatever one round is like, the lanes of it see the same machine.
+    rounds = (0.5, 1.0, 2.0)
+    lanes = (
+        lane(CONTIGUOUS, *(contiguous * rate for rate in rounds)),
+        lane(GIVEN_SECRET, *(secret * contiguous * rate for rate in rounds)),
+        lane(PAGED, paged),
+        lane(CHECKED, 0.5),
+    )
+    size = AcrossResult(size_mib=64, rounds=3, bare_ms=Spread.of([10.0]), lanes=lanes)
     small = SmallResult(requests=100, requests_per_s=1000.0, death_noticed_ms=Spread.of([5.0]))
     return Across(sizes=[size], small=small)
 
@@ -47,9 +58,22 @@ def test_a_rate_below_its_bar_is_a_miss(rates, missed):
 
 def test_the_text_says_what_was_measured_and_which_bars_are_met():
     text = across_to_text(run_with(paged=0.5), "python -m omnikv.bench across")
-    assert re.search(r"tcp, contiguous +1.00 \(1.00-1.00\)", text)
+    assert re.search(r"tcp, contiguous +1.00 \(0.50-2.00\)", text)
+    assert re.search(r"given secret, x contiguous +1.00 \(1.00-1.00\)", text)
     assert "MISSED  tcp, 64 MiB paged: 0.5 x bare, at least 0.9" in text
     assert "a killed sender is known after 5.0 ms" in text
+
+
+def test_small_payloads_take_more_rounds_than_large_ones():
+    assert [rounds_at(size, 9) for size in (4, 64, 256, 1024, 2048)] == [45, 45, 36, 9, 9]
+
+
+def test_every_round_takes_all_ways_in_an_order_that_both_ends_know():
+    lanes = [new_lane(name) for name in "abcd"]
+    orders = [order_of(number, lanes) for number in range(20)]
+    assert all({way and way.name for way in order} == {None, *"abcd"} for order in orders)
+    assert orders == [order_of(number, lanes) for number in range(20)]
+    assert len({tuple(way and way.name for way in order) for order in orders}) > 1
 
 
 def test_wrong_content_is_no_rate():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from omnikv.bench.across import measure_across, measure_small_across, new_lane
+from omnikv.bench.across import measure_across, measure_small_across, new_lane, rounds_at
 from omnikv.bench.across_engines import engines_here, measure_engine, measure_engine_death
 from omnikv.bench.across_report import Across, across_to_json, across_to_text, judge_across, make_lanes
 from omnikv.bench.agreement import agreement_to_json, agreement_to_text, judge_agreement, measure_agreement
@@ -72,7 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     same_host.add_argument("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch's threads")
     across = commands.add_parser("across", help="two processes over TCP, and over engines that are installed")
     across.add_argument("--sizes", type=_several(1), default=BAR_SIZES_MIB, help="payloads in MiB, e.g. 64,256")
-    across.add_argument("--rounds", type=_at_least(MIN_ROUNDS), default=9, help="counted rounds a size, 5 or more")
+    across.add_argument(
+        "--rounds",
+        type=_at_least(MIN_ROUNDS),
+        default=9,
+        help="counted rounds of 1 GiB, 5 or more; small sizes take more",
+    )
     across.add_argument("--stream", type=_at_least(MIN_STREAM), default=2000, help="requests of 1 MiB in flight")
     across.add_argument("--deaths", type=_at_least(1), default=10, help="senders that are killed")
     soak = commands.add_parser("soak", help="two processes for minutes, with kills, failures and aborts")
@@ -138,7 +143,7 @@ def run_across(options: argparse.Namespace, command: str) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         lanes = make_lanes(Path(directory))
-        sizes = [measure_across(size, options.rounds, lanes) for size in options.sizes]
+        sizes = [measure_across(size, rounds_at(size, options.rounds), lanes) for size in options.sizes]
     small = measure_small_across(new_lane("small"), new_lane("death"), options.stream, options.deaths)
     engines = engines_here()
     run = Across(

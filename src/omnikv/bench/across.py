@@ -1,10 +1,11 @@
 """Two processes over TCP on loopback, beside a bare socket loop: the sending side, which also keeps the time.
 
-A round sends the same number of bytes over the bare connection and over each lane, in turn, so that all see the same
-machine; a lane's rate is told as a multiple of its round's bare rate. The bare loop is one `sendall` of memory that has
-left the caches, into one warm buffer. A contiguous payload lies written in the transport's pool, out of the caches too,
-and its time runs from its publication to the receiver's lease. A paged one runs from the call of `send`, gather
-included, to the moment when the receiver holds its layers. Receivers wait already. One warm-up round is not counted.
+A round sends the same number of bytes over the bare connection and over each lane, so that all see the same machine, in
+an order of its own; a lane's rate is told as a multiple of its round's bare rate. Small payloads take more rounds. The
+bare loop is one `sendall` of memory that has left the caches, into one warm buffer. A contiguous payload lies written
+in the transport's pool, out of the caches too, and its time runs from its publication to the receiver's lease. A paged
+one runs from the call of `send`, gather included, to the moment when the receiver holds its layers. Receivers wait
+already. One warm-up round is not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from omnikv.bench.across_peer import (
     NoticeDeath,
     ReceiveRounds,
     ReceiveSmall,
+    order_of,
     request_name,
     serve,
 )
@@ -37,9 +39,13 @@ from omnikv.bench.peer import give_order, hear, receiving_process
 from omnikv.bench.workload import Workload, bench_route
 from omnikv.handoff.api import KVSender
 from omnikv.tensors.blocks import PagedKV
+from omnikv.transports.base import PutRequest
 from omnikv.transports.tcp import TcpTransport
 
 WARM_UP_ROUNDS = 1
+# Up to so many times the rounds asked for, where a payload is smaller than the largest that is measured by default.
+MAX_TIMES_THE_ROUNDS = 5
+LARGEST_MIB = 1024
 SMALL_NBYTES = 1 << 20
 # More than the caches of any core hold.
 EVICT_NBYTES = 64 << 20
@@ -51,12 +57,19 @@ SETTLE_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneResult:
-    """One lane at one size: `rate_x` is its rate as a multiple of the bare loop's in the same round."""
+    """One lane at one size: `rate_x` is its rate as a multiple of the bare loop's in the same round, of which
+    `round_ms` are the times.
+    """
 
     name: str
     ms: Spread
     rate_x: Spread
     content_ok: bool
+    round_ms: tuple[float, ...]
+
+    def beside(self, other: LaneResult) -> Spread:
+        """This lane's rate as a multiple of the other's in the same round."""
+        return Spread.of([theirs / own for own, theirs in zip(self.round_ms, other.round_ms, strict=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +80,10 @@ class AcrossResult:
     rounds: int
     bare_ms: Spread
     lanes: tuple[LaneResult, ...]
+
+    def lane(self, name: str) -> LaneResult:
+        """The lane of that name."""
+        return next(lane for lane in self.lanes if lane.name == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +106,13 @@ class Evictor:
         self._memory.add_(1)
 
 
+def rounds_at(size_mib: int, rounds: int) -> int:
+    """How many rounds payloads of this size take where large ones take `rounds`: what is quick varies most."""
+    return rounds * max(1, min(MAX_TIMES_THE_ROUNDS, LARGEST_MIB // size_mib))
+
+
 def measure_across(size_mib: int, rounds: int, lanes: Sequence[Lane]) -> AcrossResult:
-    """What one payload size takes over the bare connection and over each of `lanes`.
+    """What one payload size takes over the bare connection and over each of `lanes`, in as many rounds as are counted.
 
     Raises:
         TransportError: the receiving process is gone.
@@ -107,20 +129,22 @@ def measure_across(size_mib: int, rounds: int, lanes: Sequence[Lane]) -> AcrossR
     with ExitStack() as stack:
         pipe = stack.enter_context(receiving_process(serve))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        senders = []
+        senders = {}
         for lane in lanes:
-            senders.append(_open(lane, workload))
-            stack.callback(senders[-1].close)
+            senders[lane.name] = _open(lane, workload)
+            stack.callback(senders[lane.name].close)
         give_order(
             pipe, ReceiveRounds(workload=workload, rounds=total, bare_port=listener.getsockname()[1], lanes=lanes)
         )
         bare = stack.enter_context(listener.accept()[0])
         for number in range(total):
-            bare_times.append(_send_bare(pipe, bare, cold, evictor))
-            for lane, sender in zip(lanes, senders, strict=True):
-                ms, content_ok = _send_over(pipe, lane, sender, paged, workload.nbytes, number, evictor)
-                times[lane.name].append(ms)
-                content[lane.name] &= content_ok
+            for way in order_of(number, lanes):
+                if way is None:
+                    bare_times.append(_send_bare(pipe, bare, cold, evictor))
+                    continue
+                ms, content_ok = _send_over(pipe, way, senders[way.name], paged, workload.nbytes, number, evictor)
+                times[way.name].append(ms)
+                content[way.name] &= content_ok
     return _result_of(size_mib, rounds, bare_times, times, content)
 
 
@@ -138,6 +162,7 @@ def _result_of(
                 ms=Spread.of(ms[counted]),
                 rate_x=Spread.of([own / lane for own, lane in zip(bare[counted], ms[counted], strict=True)]),
                 content_ok=content[name],
+                round_ms=tuple(ms[counted]),
             )
             for name, ms in times.items()
         ),
@@ -177,8 +202,11 @@ def _send_over(
         started_ns = time.monotonic_ns()
         sender.send(request_name(number), paged)
     else:
-        sender.drain(deadline=time.monotonic() + TIMEOUT_S)
-        with sender.reserve(lane.payload(number), nbytes) as slot:
+        deadline = time.monotonic() + TIMEOUT_S
+        sender.drain(deadline=deadline)
+        # The room of the last payload may come back a little later than its acknowledgement.
+        (reserved,) = sender.reserve_all([PutRequest(lane.payload(number), nbytes)], deadline=deadline)
+        with reserved as slot:
             torch.frombuffer(slot.buffer, dtype=torch.uint8).fill_(number % 251)
             evictor.evict()
             _hear_waiting(pipe)

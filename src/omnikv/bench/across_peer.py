@@ -6,6 +6,7 @@ compared with: one connection, one warm buffer, and nothing but `recv_into`.
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveRounds:
-    """Receive `rounds` payloads of `workload` over the bare connection and over each lane in turn."""
+    """Receive `rounds` payloads of `workload` over the bare connection and over each lane, as `order_of` says."""
 
     workload: Workload
     rounds: int
@@ -89,6 +90,14 @@ class NoticeDeath:
 Order = ReceiveRounds | ReceiveSmall | NoticeDeath
 
 
+def order_of(number: int, lanes: Sequence[Lane]) -> list[Lane | None]:
+    """The ways that one round takes, in its own order, the same at both ends; None is the bare connection.
+
+    In a fixed order each way would always find the machine as the same other one left it.
+    """
+    return random.Random(number).sample([None, *lanes], len(lanes) + 1)
+
+
 def request_name(number: int) -> str:
     """The id of one round's request."""
     return f"bench-{number}"
@@ -112,20 +121,22 @@ def _receive_rounds(pipe: Connection, order: ReceiveRounds) -> None:
         warm = memoryview(bytearray(order.workload.nbytes))
         # What travels before it is published may take half of it. Warm from the second round on, as the bare buffer is.
         room = {"landing_nbytes": 2 * order.workload.nbytes + (order.workload.nbytes >> 3) + (2 << 20)}
-        receivers = []
+        receivers = {}
         for lane in order.lanes:
-            receivers.append(_open(lane, order.workload, room))
-            stack.callback(receivers[-1].close)
+            receivers[lane.name] = _open(lane, order.workload, room)
+            stack.callback(receivers[lane.name].close)
         for number in range(order.rounds):
-            pipe.send("waiting")
-            _receive_bare(bare, warm)
-            pipe.send(time.monotonic_ns())
-            for lane, receiver in zip(order.lanes, receivers, strict=True):
+            for way in order_of(number, order.lanes):
                 pipe.send("waiting")
+                if way is None:
+                    _receive_bare(bare, warm)
+                    pipe.send(time.monotonic_ns())
+                    continue
+                receiver = receivers[way.name]
                 if isinstance(receiver, KVReceiver):
                     _receive_kv(pipe, receiver, order.workload, number, is_last=number + 1 == order.rounds)
                 else:
-                    _receive_bytes(pipe, receiver, lane, number)
+                    _receive_bytes(pipe, receiver, way, number)
 
 
 def _open(lane: Lane, workload: Workload, room: Mapping[str, int]) -> KVReceiver | TcpTransport:
