@@ -27,6 +27,7 @@ class Stream:
         self._encryption = encryption
         self._shaking: ssl.SSLSocket | None = None
         self._wants_write = False
+        self._wakes_at_nbytes = 1
 
     @property
     def wants_write(self) -> bool:
@@ -37,6 +38,11 @@ class Stream:
     def has_unread(self) -> bool:
         """Whether bytes were taken off the connection that nobody has read yet; no selector knows of them."""
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it is, by now."""
+        return isinstance(self.connection, ssl.SSLSocket)
 
     def shake_hands(self) -> bool:
         """Whether the encryption stands (or none was asked for); call again when the connection moves. It is connected.
@@ -89,6 +95,15 @@ class Stream:
             return self.connection.recv_into(view)
         except _WOULD_BLOCK:
             return None
+
+    def wake_at(self, nbytes: int) -> None:
+        """Nothing; a selector calls the connection readable when it has `nbytes` to read, or has ended, not before.
+
+        So many must be about to come. An encrypted one is readable as soon as anything comes.
+        """
+        if nbytes != self._wakes_at_nbytes and not self.is_encrypted:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes_at_nbytes = nbytes
 
     def write(self, data: bytes | memoryview) -> int:
         """How many bytes of `data` the connection took.

@@ -215,10 +215,16 @@ class LaneThread:
         self.refresh(lane)
 
     def _end_stalled(self) -> None:
-        now = time.monotonic()
-        for lane in [lane for lane in self._lanes if lane.is_owed and now - lane.moved_at >= self._stall_s]:
+        # What comes too slowly to wake anybody is looked for before a lane is given up.
+        for lane in self._stalled():
+            self._serve(lane, selectors.EVENT_READ)
+        for lane in self._stalled():
             self._count_with_lock("stalled_lanes", f"the lane of {lane.peer} did not move for {self._stall_s} s: ended")
             self.end(lane)
+
+    def _stalled(self) -> list[Lane]:
+        now = time.monotonic()
+        return [lane for lane in self._lanes if lane.is_owed and now - lane.moved_at >= self._stall_s]
 
     def _count_with_lock(self, kind: str, text: str) -> None:
         with self._lock:

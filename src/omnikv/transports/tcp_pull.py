@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # How much of one lane is read before the others get their turn.
 TURN_NBYTES = 4 << 20
+# How much of a piece should be there before it is read: waking for each bit of it costs both ends more than the bit.
+WAKE_NBYTES = 1 << 20
 # Where bytes are read to that nobody wants any more.
 SCRATCH_NBYTES = 256 << 10
 _encode = msgspec.msgpack.Encoder().encode
@@ -106,15 +108,19 @@ class PullingLane(Lane):
     def read(self) -> bool:
         """Whether there may be more; receives pieces in their places."""
         budget = TURN_NBYTES
-        while budget > 0:
-            received = self._read_piece() if self._rest else self._read_head()
+        is_dry = False
+        while budget > 0 and not is_dry:
+            wanted = len(self._rest)
+            received = self._read_piece() if wanted else self._read_head()
             if received is None:
-                return False
+                break
             if not received:
                 raise ConnectionResetError("the source ended the lane")
             budget -= received
             self.moved_at = time.monotonic()
-        return True
+            is_dry = received < wanted and not self.stream.is_encrypted
+        self.stream.wake_at(min(len(self._rest), WAKE_NBYTES) or 1)
+        return budget <= 0
 
     def write(self) -> None:
         """Nothing; sends pulls."""
