@@ -32,11 +32,11 @@ def read_both_ways(text: str) -> Header | tuple[str, str]:
     """What the head says, after checking that its list read apart and the head read whole agree."""
     head = framed(text)
     first, again = read(head), read(head)
-    kept, wire_decode._MAX_KEPT_LIST = wire_decode._MAX_KEPT_LIST, 0
+    kept, wire_decode._MAX_KEPT_NBYTES = wire_decode._MAX_KEPT_NBYTES, 0
     try:
         whole = read(head)
     finally:
-        wire_decode._MAX_KEPT_LIST = kept
+        wire_decode._MAX_KEPT_NBYTES = kept
     assert first == again == whole
     return whole
 
@@ -59,6 +59,9 @@ def test_a_plain_head_is_read_apart_and_whole_alike():
         spelled(meta=f'{{"inner":{{{OTHER_LIST},"nl":3}}}}'),
         spelled(between=',"extra":{"nested":[1]}'),
         spelled(meta=f'{{"n":{wire_decode._LIST_MARK}}}'),
+        spelled(meta='{"ck":"xxh3_128.header.' + "1" * 32 + '"}'),
+        spelled(rest='"more":1,' + REST),
+        spelled() + "   ",
     ],
 )
 def test_a_text_that_looks_like_the_list_changes_nothing(text):
@@ -79,6 +82,12 @@ def test_a_text_that_looks_like_the_list_changes_nothing(text):
         spelled(listed=LIST[:-1]),
         spelled(listed='"td":[' + "[" * 2000 + "]" * 2000 + "]"),
         spelled(rest=""),
+        spelled(rest='"rid":"other",' + REST),
+        spelled(rest=REST + ',"meta":{}'),
+        spelled(rest=REST + ',"bids":[7]'),
+        spelled(rest=REST.replace('"n":0', f'"n":{wire_decode._LIST_MARK}')),
+        spelled(rest=REST + "," + REST),
+        spelled(rest='"omnikv":null,' + REST),
     ],
 )
 def test_a_head_without_one_proper_list_is_refused_for_the_same_reason(text):

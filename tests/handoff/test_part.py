@@ -15,9 +15,10 @@ from omnikv.core.plan import Piece
 from omnikv.core.tokens import Stripe
 from omnikv.core.wire import Extension, Header, encode_head, lay_out, seal
 from omnikv.errors import ConfigError, RemoteProtocolError, WireError
+from omnikv.handoff import part as part_module
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.cut import own_layers
-from omnikv.handoff.part import _kept_content_of, read_part
+from omnikv.handoff.part import _kept_content_of, prepare_part, read_part
 from omnikv.handoff.send import plan_piece
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import KVCacheTransferData, plan_payload
@@ -31,6 +32,7 @@ def route_of(source, target, num_layers=2):
 
 
 ROUTE = route_of(Parallel(pp=2), Parallel(cp=2))
+ROUTE_OF_ONE = Route.tp("prefill", "decode", num_kv_heads=2, from_tp=1, to_tp=1)
 
 
 def sealed(piece, layers, **stated):
@@ -249,3 +251,71 @@ def test_a_part_does_not_pass_for_a_whole_cache_under_the_published_fields():
     _, lease = sealed(piece, [layer()])
     with pytest.raises(WireError, match=r"holds regions of a cache.*receive it with KVReceiver"):
         KVCacheTransferData.from_bytes(lease.buffer)
+
+
+class TestAPartThatIsPreparedWhileItIsWritten:
+    """Only its head is there at first; `begun` is such a part, with what writes the rest."""
+
+    @pytest.fixture
+    def begun(self):
+        [piece] = ROUTE_OF_ONE.pieces()
+        return self.planned(piece, [(torch.randn(5, 2, 2), torch.randn(5, 2, 2)) for _ in range(3)])
+
+    def planned(self, piece, layers, *, checksum=False, name="req"):
+        identity = PayloadId(edge=EDGE, transfer_id=name, source_rank=0, target_rank=0)
+        own = own_layers(layers, ROUTE_OF_ONE.source_boxes[0])
+        plan = plan_piece(identity, piece, own, plain=True, metadata={}, checksum=checksum)
+        lease = Held(plan.nbytes)
+        return piece, layers, identity, plan, lease
+
+    def write(self, plan, memory, *, head_only=False):
+        whole = memoryview(bytearray(len(memory)))
+        plan.write_into(whole)
+        stop = len(memory) - plan.header.data_nbytes if head_only else len(memory)
+        memory[:stop] = whole[:stop]
+
+    def assert_holds(self, read, layers):
+        for pair, expected in zip(read.pairs, layers, strict=True):
+            assert torch.equal(pair.key, expected[0])
+            assert torch.equal(pair.value, expected[1])
+
+    def test_it_is_not_read_again_and_holds_what_was_written_since(self, begun, monkeypatch):
+        piece, layers, identity, plan, lease = begun
+        self.write(plan, lease.buffer, head_only=True)
+        prepared = prepare_part(identity, piece, lease.buffer)
+        assert prepared is not None
+        self.write(plan, lease.buffer)
+        monkeypatch.setattr(part_module, "decode_payload", None)
+        self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)
+
+    def test_another_head_in_the_same_memory_is_read_anew(self, begun):
+        piece, _, identity, plan, lease = begun
+        self.write(plan, lease.buffer, head_only=True)
+        prepared = prepare_part(identity, piece, lease.buffer)
+        layers = [(torch.randn(5, 2, 1), torch.randn(5, 2, 1)) for _ in range(3)]
+        _, _, _, other, _ = self.planned(piece, layers)
+        lease.buffer = lease.buffer[: other.nbytes]
+        self.write(other, lease.buffer)
+        self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)
+
+    def test_the_same_head_in_other_memory_is_read_anew(self, begun):
+        piece, layers, identity, plan, lease = begun
+        self.write(plan, lease.buffer, head_only=True)
+        prepared = prepare_part(identity, piece, lease.buffer)
+        other = Held(plan.nbytes)
+        self.write(plan, other.buffer)
+        self.assert_holds(read_part(identity, piece, other, 0.0, prepared), layers)
+
+    @pytest.mark.parametrize("flaw", ["nothing", "checksum", "another request", "not aligned"])
+    def test_what_cannot_be_prepared_is_left_for_when_it_is_there(self, begun, flaw):
+        piece, layers, identity, plan, lease = begun
+        if flaw == "checksum":
+            *_, plan, lease = self.planned(piece, layers, checksum=True)
+            self.write(plan, lease.buffer)
+        elif flaw == "another request":
+            *_, plan, lease = self.planned(piece, layers, name="other")
+            self.write(plan, lease.buffer, head_only=True)
+        elif flaw == "not aligned":
+            lease.buffer = memoryview(bytearray(plan.nbytes + 1))[1:]
+            self.write(plan, lease.buffer, head_only=True)
+        assert prepare_part(identity, piece, lease.buffer) is None

@@ -275,9 +275,9 @@ def count_gets(receiver):
     asked = []
     original = receiver._transport.get_as_ready
 
-    def counted(identities, *, deadline):
+    def counted(identities, *, deadline, preview):
         asked.extend(identity.source_rank for identity in identities)
-        return original(identities, deadline=deadline)
+        return original(identities, deadline=deadline, preview=preview)
 
     receiver._transport.get_as_ready = counted
     return asked

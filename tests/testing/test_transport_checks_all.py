@@ -240,7 +240,7 @@ class SwapsThreads(MemoryTransport):
 class OneAtATime(MemoryTransport):
     """Waits for the first of several before it looks at the next."""
 
-    def get_as_ready(self, payloads, *, deadline):
+    def get_as_ready(self, payloads, *, deadline, preview=None):
         for payload in payloads:
             given = list(super().get_as_ready([payload], deadline=deadline))
             if not given:
@@ -248,7 +248,17 @@ class OneAtATime(MemoryTransport):
             yield from given
 
 
+class BelievesHints(MemoryTransport):
+    """Takes the word that something is about to be written for the thing itself."""
+
+    def herald(self, payloads):
+        for payload in payloads:
+            with super().reserve(payload, 1) as slot:
+                slot.publish()
+
+
 ALSO_CAUGHT_BY = {
+    BelievesHints: "a_hint_is_no_payload",
     GivesUpEarly: "absent_at_the_deadline",
     ForgetsEnds: "acknowledged_is_gone",
     LeasesToAll: "leased_is_not_leased_twice",

@@ -138,7 +138,8 @@ try:
     Pool(wanted, 1 << 20)
 except ConfigError as error:
     print(error)
-pool = Pool(min(wanted, tightest_bound().left_nbytes), 1 << 20)
+# A little less, since what is left is read again, and may be less by then.
+pool = Pool(min(wanted, tightest_bound().left_nbytes - (1 << 20)), 1 << 20)
 ballast = bytearray(b"x") * (48 << 20)
 taken = 0
 try:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from omnikv.core.messages import PROTOCOL_VERSION, Absent, Ready, Return, Segment, Want
+from omnikv.core.messages import PROTOCOL_VERSION, Absent, Forming, Ready, Return, Segment, Soon, Want
 from omnikv.errors import ConnectError, ProducerFailed, TransportError
 from omnikv.transports.link_loop import MAX_UNREADY_LINKS
 from omnikv.transports.shm_address import Peer, is_same_user
@@ -148,11 +148,12 @@ def start_posing(world):
     return target, connection
 
 
-def test_d16_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(world, in_thread):
+@pytest.mark.parametrize("place", [Ready(1, 1, 0, 0, 4096), Forming(1, 0, 0, 4096)], ids=["ready", "forming"])
+def test_d16_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(world, in_thread, place):
     target, source = start_posing(world)
     waiting = in_thread(lambda: target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S))
     assert b"want" in source.recv(1 << 17)
-    source.send(encode(Ready(1, 1, 0, 0, 4096)))
+    source.send(encode(place))
     with pytest.raises(ConnectError, match="outside of shared memory"):
         waiting.result()
     assert target.counters == {"refused_message": 1}
@@ -189,9 +190,10 @@ def test_a_ready_that_crosses_the_end_of_its_ask_is_given_back(world):
     assert source.recv(1 << 17) == encode(Return(5))
 
 
-def test_absent_answers_to_no_ask_are_ignored(world):
+@pytest.mark.parametrize("word", [Absent(77), Soon(77)], ids=["absent", "soon"])
+def test_words_to_no_ask_are_ignored(world, word):
     target, source = start_posing(world)
-    source.send(encode(Absent(77)))
+    source.send(encode(word))
     assert target.get(world.payload("r1"), deadline=time.monotonic() + 0.05) is None
     assert target.counters == {}
 

@@ -139,6 +139,24 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     nbytes: Count
 
 
+class Soon(msgspec.Struct, frozen=True, array_like=True, tag="soon"):
+    """A source is about to write what a patient ask waits for. A hint to be awake by then, and no answer."""
+
+    ask: Count
+
+
+class Forming(msgspec.Struct, frozen=True, array_like=True, tag="forming"):
+    """Where memory is shared: what an ask waits for is being written there, and its head is final.
+
+    No answer, and no promise that there will be a good one: it tells where to look once Ready says so.
+    """
+
+    ask: Count
+    segment: Count
+    offset: Count
+    nbytes: Count
+
+
 class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):
     """Answers an ask: there is nothing for the asker, since that generation of the payload ended like this."""
 
@@ -173,7 +191,7 @@ class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
 # What a target may say over any transport, what a source may say, and what a source may say where memory is shared.
 ToSource = Hello | Refused | Want | Unwant | Interest | Ack | Return
 ToTarget = Hello | Refused | Over | Absent
-ToTargetShared = ToTarget | Segment | Retired | Ready
+ToTargetShared = ToTarget | Segment | Retired | Soon | Forming | Ready
 
 
 # The vote of a group: what goes over its exchange or its channel. `omnikv.core.verdict` gives it meaning.

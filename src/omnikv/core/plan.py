@@ -9,7 +9,7 @@ neighbours read from neighbours. Sources whose tokens differ are no replicas of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from omnikv.core.boxes import Box, Boxes, HeadIds, Region, Span, regions, spell_stage
@@ -64,6 +64,14 @@ class Piece:
     source_rank: int
     target_rank: int
     boxes: tuple[SharedBox, ...]
+    # What follows from a piece is kept by it, and each request looks it up.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.source_rank, self.target_rank, self.boxes)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def heads(self) -> HeadIds:

@@ -5,9 +5,10 @@ shapes, places with the bytes that came. So no number in a head makes us allocat
 head. Rules that only our own payloads promise (exact data size, no gaps beyond alignment, a checksum) hold where the
 `"omnikv"` key is; without it a released engine wrote the payload, and gaps or bytes after the last tensor are allowed.
 
-Requests of one model come in few shapes, and their list of tensors is nearly all of a head. So that list is read once
-for each distinct text of it (`_list_in`) and cut out of the head before the rest is parsed, with a number in its place
-that occurs nowhere else and has one spelling: where it comes out as the list's value, it was the list that stood there.
+Requests of one model come in few shapes, and nearly all of a head says nothing else: its list of tensors, and what
+stands behind that but for the checksum. That is read once for each distinct text of it (`_body_in`) and cut out of the
+head before what stands before it is parsed. In place of the list stands a number then that occurs nowhere else and has
+one spelling: where it comes out as the list's value, it was the list that stood there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from omnikv.core.wire import (
     MAX_TENSORS,
     PREFIX_NBYTES,
     REGIONS_VERSION,
+    UNSEALED,
     Extension,
     Header,
     Kind,
@@ -41,14 +43,18 @@ from omnikv.core.wire import (
     tensor_nbytes,
     text_of,
 )
+from omnikv.core.wire_fields import as_integer, as_integers, as_object, as_optional_integer, as_text, refuse
 from omnikv.core.wire_regions import read_regions
 from omnikv.errors import WireError, WireReason
 
 # The texts around the list of tensors as we write heads, and what stands in its place while the rest is parsed.
-_LIST_START, _LIST_END = f'"{ENTRIES_KEY}":[', ',"nl":'
+_LIST_START, _LIST_END = f'"{ENTRIES_KEY}":['.encode(), ',"nl":'
 _LIST_MARK = 20422042204220422042
-# A longer list is parsed with its head, so that the lists that are kept stay small.
-_MAX_KEPT_LIST = 64 << 10
+_MARK = str(_LIST_MARK)
+_MARK_BYTES = _MARK.encode()
+# A longer head is parsed whole, so that what is kept stays small.
+_MAX_KEPT_NBYTES = 64 << 10
+_REST_KEYS = frozenset((ENTRIES_KEY, "nl", EXTENSION_KEY, DIGEST_KEY))
 _TENSOR_NAME = re.compile(r"(key|value)_cache_(0|[1-9][0-9]{0,9})", re.ASCII)
 
 
@@ -97,52 +103,50 @@ def decode_head(head: bytes, payload_nbytes: int) -> Header:
     Raises:
         WireError: the head breaks a rule of the format; `reason` names the rule.
     """
-    fields, listed = _load_fields(head)
-    num_layers = _integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
-    if listed is None or listed.num_layers != num_layers:
-        fields = _load_object(text_of(head))
-        listed = _read_list(fields.get(ENTRIES_KEY), num_layers)
-    extension, data_nbytes = _read_extension(fields.get(EXTENSION_KEY), len(head), payload_nbytes)
+    fields, body = _load_fields(head)
+    if body is not None:
+        listed, stated = body.listed, body.stated
+    else:
+        listed = _read_list(fields.get(ENTRIES_KEY), as_integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT))
+        stated = _read_stated(fields.get(EXTENSION_KEY))
+    extension = stated.extension
+    data_nbytes = _fitting_nbytes(stated, len(head), payload_nbytes)
     if extension is None:
         _check_published_spans(listed.spans, len(head), data_nbytes)
     elif listed.tiled_nbytes != data_nbytes:
         _check_tiled_spans(listed.spans, len(head), data_nbytes)
     return Header(
-        request_id=_text(fields.get("rid"), "rid"),
-        num_layers=num_layers,
+        request_id=as_text(fields.get("rid"), "rid"),
+        num_layers=listed.num_layers,
         spans=listed.spans,
         data_nbytes=data_nbytes,
-        block_ids=_integers(fields.get("bids"), "bids", low=-MAX_INTEGER),
-        metadata=_object(fields.get("meta"), "meta"),
+        block_ids=as_integers(fields.get("bids"), "bids", low=-MAX_INTEGER),
+        metadata=as_object(fields.get("meta"), "meta"),
         extension=extension,
         scope=_read_scope(head, fields, ours=extension is not None),
     )
 
 
-def _refuse(reason: WireReason, message: str, offset: int = PREFIX_NBYTES) -> NoReturn:
-    raise WireError(message, reason=reason, offset=offset)
+# --- the head as JSON ---
 
 
-# --- JSON and its fields ---
-
-
-def _load_fields(head: bytes) -> tuple[dict[str, Any], _Listed | None]:
-    """The head's fields and, where it is written as we write heads, its list of tensors read apart from them."""
-    text = text_of(head)
-    start = text.find(_LIST_START)
-    end = text.find(_LIST_END, start)
-    if start < 0 or not 0 < end - start <= _MAX_KEPT_LIST or str(_LIST_MARK) in text:
-        return _load_object(text), None
+def _load_fields(head: bytes) -> tuple[dict[str, Any], _Body | None]:
+    """The head's fields and, where it is written as we write heads, what was read apart from them."""
+    start, digest = head.find(_LIST_START), split_digest(head)
+    end = len(head.rstrip()) if digest is None else digest.at
+    if start < PREFIX_NBYTES or end <= start or len(head) > _MAX_KEPT_NBYTES:
+        return _load_object(text_of(head)), None
+    before = head[PREFIX_NBYTES:start]
     try:
-        listed = _list_in(text[start:end])
-        fields = parse_json(f'{text[:start]}"{ENTRIES_KEY}":{_LIST_MARK}{text[end:]}')
+        body = _body_in(head[start:end], is_sealed=digest is not None)
+        fields = parse_json(f'{before.decode()}"{ENTRIES_KEY}":{_MARK}}}')
     except (WireError, ValueError, RecursionError):
         # Read again whole, which says what is wrong and where.
-        return _load_object(text), None
+        return _load_object(text_of(head)), None
     mark = fields.get(ENTRIES_KEY) if isinstance(fields, dict) else None
-    if type(mark) is not int or mark != _LIST_MARK:
-        return _load_object(text), None
-    return fields, listed
+    if type(mark) is not int or mark != _LIST_MARK or _MARK_BYTES in before or fields.keys() & body.fields.keys():
+        return _load_object(text_of(head)), None
+    return fields | body.fields, body
 
 
 def _load_object(text: str) -> dict[str, Any]:
@@ -157,32 +161,7 @@ def _load_object(text: str) -> dict[str, Any]:
         raise WireError(
             f"the header is not JSON that we read: {error}", reason=WireReason.HEADER_NOT_JSON, offset=PREFIX_NBYTES
         ) from error
-    return _object(fields, "the header")
-
-
-def _object(value: object, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _refuse(WireReason.HEADER_FIELD, f"{what} must be a JSON object, got {show(value)}")
-    return value
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
-        _refuse(WireReason.HEADER_FIELD, f"{what} must be text that has a UTF-8 form, got {show(value)}")
-    return value
-
-
-def _integer(value: object, what: str, reason: WireReason = WireReason.HEADER_FIELD, low: int = 0) -> int:
-    # Not isinstance: JSON's true is a Python int.
-    if type(value) is not int or not low <= value <= MAX_INTEGER:
-        _refuse(reason, f"{what} must be an integer from {low} to {MAX_INTEGER}, got {show(value)}")
-    return value
-
-
-def _integers(value: object, what: str, low: int = 0) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        _refuse(WireReason.HEADER_FIELD, f"{what} must be a list of integers, got {show(value)}")
-    return tuple(_integer(item, what, low=low) for item in value)
+    return as_object(fields, "the header")
 
 
 # --- tensors ---
@@ -196,33 +175,50 @@ class _Listed(NamedTuple):
     tiled_nbytes: int | None
 
 
-@functools.lru_cache(maxsize=16)
-def _list_in(text: str) -> _Listed:
-    """The list of tensors in `text`, which is `"td":[...]`.
+class _Stated(NamedTuple):
+    """What we added to a head, and the data's size that it states; a released engine's head has neither."""
+
+    extension: Extension | None
+    data_nbytes: int
+
+
+class _Body(NamedTuple):
+    """What a head says from its list of tensors on: the fields behind the list, the list, and what we stated."""
+
+    fields: dict[str, Any]
+    listed: _Listed
+    stated: _Stated
+
+
+@functools.lru_cache(maxsize=32)
+def _body_in(body: bytes, *, is_sealed: bool) -> _Body:
+    """What `body` says: a head from its list of tensors on, up to its checksum's digits where it `is_sealed`.
 
     Raises:
-        WireError, ValueError, RecursionError: it is no such list.
+        WireError, ValueError, RecursionError: it is no such text.
     """
-    fields = parse_json(f"{{{text}}}")
-    if len(fields) != 1:
-        raise ValueError(f"the list of tensors is followed by {len(fields) - 1} other keys")
-    entries = fields[ENTRIES_KEY]
-    num_layers = len(entries) // 2 if isinstance(entries, list) else 0
-    listed = _read_list(entries, num_layers)
+    text = body.decode() + f'{UNSEALED}"}}' * is_sealed
+    end = text.find(_LIST_END)
+    fields = parse_json(f'{{"{ENTRIES_KEY}":{_MARK}{text[end:]}')
+    rest = parse_json(f"{{{text[:end]}}}")
+    if _MARK in text or fields.pop(ENTRIES_KEY) != _LIST_MARK or not fields.keys() <= _REST_KEYS or len(rest) != 1:
+        raise ValueError("the list of tensors stands among other keys than we write")
+    num_layers = as_integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
+    listed = _read_list(rest[ENTRIES_KEY], num_layers)
     data_nbytes = max((span.offset + span.nbytes for span in listed.spans), default=0)
     _check_tiled_spans(listed.spans, 0, data_nbytes)
-    return listed._replace(tiled_nbytes=data_nbytes)
+    return _Body(fields, listed._replace(tiled_nbytes=data_nbytes), _read_stated(fields.get(EXTENSION_KEY)))
 
 
 def _read_list(entries: object, num_layers: int) -> _Listed:
     if not isinstance(entries, list) or len(entries) != 2 * num_layers:
         found = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
-        _refuse(
+        refuse(
             WireReason.LAYER_COUNT,
             f'"{ENTRIES_KEY}" must hold a key and a value for each of {num_layers} layers, got {found}',
         )
     if len(entries) > MAX_TENSORS:
-        _refuse(WireReason.LAYER_COUNT, f"the payload lists {len(entries)} tensors, at most {MAX_TENSORS} are read")
+        refuse(WireReason.LAYER_COUNT, f"the payload lists {len(entries)} tensors, at most {MAX_TENSORS} are read")
     return _Listed(num_layers, _read_entries(entries, num_layers), None)
 
 
@@ -231,13 +227,13 @@ def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]
     spans: list[TensorSpan] = []
     present: dict[tuple[Kind, int], bool] = {}
     for entry in entries:
-        fields = _object(entry, 'an entry of "td"')
+        fields = as_object(entry, 'an entry of "td"')
         kind, layer = _read_name(fields, num_layers)
         if (kind, layer) in present:
-            _refuse(WireReason.DUPLICATE_LAYER, f"the {kind} of layer {layer} is listed twice")
+            refuse(WireReason.DUPLICATE_LAYER, f"the {kind} of layer {layer} is listed twice")
         missing = fields.get("x", False)
         if type(missing) is not bool:
-            _refuse(
+            refuse(
                 WireReason.HEADER_FIELD, f'"x" of the {kind} of layer {layer} must be a boolean, got {show(missing)}'
             )
         present[kind, layer] = not missing
@@ -247,7 +243,7 @@ def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]
     for layer in range(num_layers):
         if present["key", layer] != present["value", layer]:
             absent = "value" if present["key", layer] else "key"
-            _refuse(WireReason.MISSING_LAYER, f"layer {layer} has no {absent}: both must be sent, or neither")
+            refuse(WireReason.MISSING_LAYER, f"layer {layer} has no {absent}: both must be sent, or neither")
     return tuple(spans)
 
 
@@ -255,14 +251,14 @@ def _read_name(fields: dict[str, Any], num_layers: int) -> tuple[Kind, int]:
     name = fields.get("n")
     match = _TENSOR_NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        _refuse(WireReason.TENSOR_NAME, f"a tensor is named key_cache_<layer> or value_cache_<layer>, got {show(name)}")
+        refuse(WireReason.TENSOR_NAME, f"a tensor is named key_cache_<layer> or value_cache_<layer>, got {show(name)}")
     kind: Kind = "key" if match[1] == "key" else "value"
     layer = int(match[2])
     index = fields.get("i")
     if index is not None and (type(index) is not int or index != layer):
-        _refuse(WireReason.TENSOR_NAME, f'the name {name} and the index "i" {show(index)} name different layers')
+        refuse(WireReason.TENSOR_NAME, f'the name {name} and the index "i" {show(index)} name different layers')
     if layer >= num_layers:
-        _refuse(WireReason.LAYER_COUNT, f"{name} is outside the payload's {num_layers} layers")
+        refuse(WireReason.LAYER_COUNT, f"{name} is outside the payload's {num_layers} layers")
     return kind, layer
 
 
@@ -272,18 +268,18 @@ def _read_span(fields: dict[str, Any], kind: Kind, layer: int) -> TensorSpan:
     item_size = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
     if not isinstance(dtype, str) or item_size is None:
         known = ", ".join(ITEM_SIZES)
-        _refuse(WireReason.DTYPE, f"the {kind} of layer {layer} has the unknown dtype {show(dtype)}; known are {known}")
+        refuse(WireReason.DTYPE, f"the {kind} of layer {layer} has the unknown dtype {show(dtype)}; known are {known}")
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has a shape that is no list of sizes: {show(shape)}")
+        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has a shape that is no list of sizes: {show(shape)}")
     expected = tensor_nbytes(shape, item_size)
     if expected is None:
         limits = f"over {MAX_DIMS} dimensions or {MAX_INTEGER} bytes"
-        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has shape {show(shape)}: {limits}")
+        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has shape {show(shape)}: {limits}")
     if type(nbytes) is not int or nbytes != expected:
         stated = f"states {show(nbytes)} bytes, but shape {show(shape)} of {dtype} takes {expected}"
-        _refuse(WireReason.SHAPE, f"the {kind} of layer {layer} {stated}")
+        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} {stated}")
     if type(offset) is not int or not 0 <= offset <= MAX_INTEGER:
-        _refuse(WireReason.SPAN_OUT_OF_RANGE, f"the {kind} of layer {layer} begins at no byte: {show(offset)}")
+        refuse(WireReason.SPAN_OUT_OF_RANGE, f"the {kind} of layer {layer} begins at no byte: {show(offset)}")
     return TensorSpan(kind, layer, dtype, tuple(shape), offset, nbytes)
 
 
@@ -298,7 +294,7 @@ def _check_published_spans(spans: tuple[TensorSpan, ...], data_start: int, avail
     if end > available:
         # Released engines pack without gaps, so only then do we know that the rest was cut off.
         reason = WireReason.TRUNCATED if end == total else WireReason.SPAN_OUT_OF_RANGE
-        _refuse(reason, f"tensors end at byte {end} of the data, of which {available} came", data_start + available)
+        refuse(reason, f"tensors end at byte {end} of the data, of which {available} came", data_start + available)
 
 
 def _check_tiled_spans(spans: tuple[TensorSpan, ...], data_start: int, data_nbytes: int) -> None:
@@ -308,7 +304,7 @@ def _check_tiled_spans(spans: tuple[TensorSpan, ...], data_start: int, data_nbyt
         if span.offset < end:
             _refuse_overlap(span, data_start, end)
         if span.offset + span.nbytes > data_nbytes:
-            _refuse(
+            refuse(
                 WireReason.SPAN_OUT_OF_RANGE,
                 f"the {span.kind} of layer {span.layer} ends at byte {span.offset + span.nbytes} of {data_nbytes}",
                 data_start + data_nbytes,
@@ -325,7 +321,7 @@ def _place(span: TensorSpan) -> tuple[int, int]:
 
 
 def _refuse_overlap(span: TensorSpan, data_start: int, end: int) -> NoReturn:
-    _refuse(
+    refuse(
         WireReason.SPAN_OVERLAP,
         f"the {span.kind} of layer {span.layer} begins at byte {span.offset}, inside of a tensor that ends at {end}",
         data_start + span.offset,
@@ -333,44 +329,47 @@ def _refuse_overlap(span: TensorSpan, data_start: int, end: int) -> NoReturn:
 
 
 def _refuse_gap(offset: int, nbytes: int) -> NoReturn:
-    _refuse(WireReason.SPAN_GAP, f"{nbytes} bytes belong to no tensor; only alignment may leave gaps", offset)
+    refuse(WireReason.SPAN_GAP, f"{nbytes} bytes belong to no tensor; only alignment may leave gaps", offset)
 
 
 # --- what is ours ---
 
 
-def _read_extension(value: object, data_start: int, payload_nbytes: int) -> tuple[Extension | None, int]:
-    """What we added, and the data's size; a released engine's payload takes all bytes that came."""
-    available = payload_nbytes - data_start
+def _read_stated(value: object) -> _Stated:
+    """What we added, of which `value` is the text's; nothing in a released engine's head."""
     if value is None:
-        return None, available
-    fields = _object(value, EXTENSION_KEY)
+        return _Stated(None, 0)
+    fields = as_object(value, EXTENSION_KEY)
     version = fields.get("v")
     if type(version) is not int or version not in (EXTENSION_VERSION, REGIONS_VERSION):
         known = f"{EXTENSION_VERSION} and {REGIONS_VERSION}"
-        _refuse(
+        refuse(
             WireReason.HEADER_FIELD,
             f"the payload is of omnikv's format version {show(version)}, this reader knows {known}",
         )
-    data_nbytes = _integer(fields.get("n"), "omnikv.n")
-    if data_nbytes > available:
-        _refuse(WireReason.TRUNCATED, f"{data_nbytes} data bytes were sent, {available} came", payload_nbytes)
-    if data_nbytes < available:
-        _refuse_gap(data_start + data_nbytes, available - data_nbytes)
+    data_nbytes = as_integer(fields.get("n"), "omnikv.n")
     extension = Extension(
-        source_rank=_optional_integer(fields.get("src"), "omnikv.src"),
-        target_rank=_optional_integer(fields.get("dst"), "omnikv.dst"),
-        role=None if fields.get("role") is None else _text(fields["role"], "omnikv.role"),
-        attempt=_optional_integer(fields.get("attempt"), "omnikv.attempt"),
-        heads=_integers(fields.get("heads", []), "omnikv.heads"),
-        num_tokens=_optional_integer(fields.get("tokens"), "omnikv.tokens"),
+        source_rank=as_optional_integer(fields.get("src"), "omnikv.src"),
+        target_rank=as_optional_integer(fields.get("dst"), "omnikv.dst"),
+        role=None if fields.get("role") is None else as_text(fields["role"], "omnikv.role"),
+        attempt=as_optional_integer(fields.get("attempt"), "omnikv.attempt"),
+        heads=as_integers(fields.get("heads", []), "omnikv.heads"),
+        num_tokens=as_optional_integer(fields.get("tokens"), "omnikv.tokens"),
         regions=read_regions(fields.get("regions"), MAX_INTEGER) if version == REGIONS_VERSION else (),
     )
-    return extension, data_nbytes
+    return _Stated(extension, data_nbytes)
 
 
-def _optional_integer(value: object, what: str) -> int | None:
-    return None if value is None else _integer(value, what)
+def _fitting_nbytes(stated: _Stated, data_start: int, payload_nbytes: int) -> int:
+    """The data's size, which is what came; a released engine's payload takes all bytes."""
+    available = payload_nbytes - data_start
+    if stated.extension is None:
+        return available
+    if stated.data_nbytes > available:
+        refuse(WireReason.TRUNCATED, f"{stated.data_nbytes} data bytes were sent, {available} came", payload_nbytes)
+    if stated.data_nbytes < available:
+        _refuse_gap(data_start + stated.data_nbytes, available - stated.data_nbytes)
+    return stated.data_nbytes
 
 
 def _read_scope(head: bytes, fields: dict[str, Any], *, ours: bool) -> Scope | None:
@@ -379,7 +378,7 @@ def _read_scope(head: bytes, fields: dict[str, Any], *, ours: bool) -> Scope | N
     if not ours and DIGEST_KEY not in fields:
         return None
     if digest is None or not ours:
-        _refuse(
+        refuse(
             WireReason.CHECKSUM,
             f'a payload with "{EXTENSION_KEY}" ends its header with a checksum that we know, one without has none; '
             f"got {show(fields.get(DIGEST_KEY))}",

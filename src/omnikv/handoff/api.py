@@ -176,13 +176,15 @@ class KVSender(_RouteEnd):
         """
         started = time.monotonic()
         wait_s = self.config.admission_timeout_s if timeout_s is None else seconds(timeout_s)
+        identities = self._identities(request_id, role, attempt)
+        self._transport.herald([identity for identity, _ in identities])
         own = own_layers(layers, self.route.source_boxes[self.rank], num_tokens)
         if self._dtype is not None:
             own = replace(own, dtype=self._dtype)
         plain = self.route.is_plain
         plans = [
             (identity, plan_piece(identity, piece, own, plain=plain, metadata=metadata, checksum=self._checksum))
-            for identity, piece in self._identities(request_id, role, attempt)
+            for identity, piece in identities
         ]
         publish_all(self._transport, plans, deadline=started + wait_s, pack_threads=self.config.pack_threads)
         report = SendReport(

@@ -41,7 +41,7 @@ def assemble(arrived: Sequence[Arrived], boxes: Boxes, request_id: str) -> Recei
         metadata=dict(first.payload.header.metadata),
         sources=tuple(part.received for part in arrived),
         leases=[part.lease for part in arrived],
-        owns_memory=not any(place.is_whole for place in plan.layers),
+        owns_memory=plan.owns_memory,
     )
 
 
@@ -113,10 +113,15 @@ class _Place(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How parts become a rank's layers, ascending; each element of them comes once."""
+    """How parts become a rank's layers, ascending; each element of them comes once.
+
+    `is_as_it_came` where the first part's pairs are the layers.
+    """
 
     layer_ids: tuple[int, ...]
     layers: tuple[_Place, ...]
+    is_as_it_came: bool
+    owns_memory: bool
 
 
 # What each request of one length would repeat.
@@ -136,7 +141,13 @@ def _plan_of(parts: tuple[tuple[Piece, tuple[Region, ...]], ...], boxes: Boxes, 
         _place(by_layer[at], box, num_tokens)
         for at, box in enumerate(box for box in boxes for _ in range(box.layers.num_layers))
     ]
-    return _Plan(tuple(layer for box in boxes for layer in range(*box.layers)), tuple(layers))
+    return _Plan(
+        layer_ids=tuple(layer for box in boxes for layer in range(*box.layers)),
+        layers=tuple(layers),
+        is_as_it_came=len(parts) == 1
+        and all(place.is_whole and place.placed[0].pair == at for at, place in enumerate(layers)),
+        owns_memory=not any(place.is_whole for place in layers),
+    )
 
 
 def _closed(boxes: Boxes, first: Sequence[Region]) -> Boxes:
@@ -177,6 +188,8 @@ def _place(placed: Sequence[_Placed], box: Box, num_tokens: int) -> _Place:
 
 def _put_together(arrived: Sequence[Arrived], plan: _Plan, request_id: str) -> list[LayerKV]:
     """This rank's layers; one that came in one pair is that pair."""
+    if plan.is_as_it_came:
+        return list(arrived[0].pairs)
     pairs = [part.pairs for part in arrived]
     return [
         pairs[place.placed[0].part][place.placed[0].pair] if place.is_whole else _merged(arrived, place, at, request_id)

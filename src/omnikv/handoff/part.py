@@ -15,11 +15,14 @@ from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
-from omnikv.core.wire import Extension, Header, TensorSpan, show
-from omnikv.errors import RemoteProtocolError
+from omnikv.core.wire import PREFIX_NBYTES, Extension, Header, TensorSpan, show
+from omnikv.core.wire_decode import head_nbytes
+from omnikv.errors import OmniKVError, RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
+from omnikv.tensors.borrow import address_of
 from omnikv.tensors.kv import LayerKV
 from omnikv.tensors.pack import DecodedPayload, decode_payload
+from omnikv.tensors.unpack import can_stay_in_place
 from omnikv.transports.base import Lease
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -46,15 +49,72 @@ class Arrived:
     received: ReceivedPiece
 
 
-def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) -> Arrived:
+class _Content(NamedTuple):
+    """What a part is: its heads, its regions, and the tokens of the whole request."""
+
+    heads: HeadIds
+    regions: tuple[Region, ...]
+    num_tokens: int
+
+
+class _Read(NamedTuple):
+    """What the memory of a part holds."""
+
+    payload: DecodedPayload
+    pairs: tuple[LayerKV, ...]
+    content: _Content
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A part that was looked at while it was being written: `read`, should this head lie there in the end as well."""
+
+    address: int
+    head: bytes
+    read: _Read
+
+    def fits(self, memory: memoryview) -> bool:
+        """Whether that is what lies in `memory` now."""
+        return address_of(memory) == self.address and bytes(memory[: len(self.head)]) == self.head
+
+
+def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview) -> Prepared | None:
+    """The views of a part of which only the head is written yet, for `read_part`; None where that cannot be."""
+    try:
+        head = bytes(memory[: head_nbytes(memory[:PREFIX_NBYTES], len(memory))])
+        read = _read(identity, piece, memory)
+    except OmniKVError:
+        # Said when the part itself comes, should it be so by then.
+        return None
+    header, address = read.payload.header, address_of(memory)
+    if header.scope != "header" or not can_stay_in_place(header, address + len(head)):
+        # A checksum over what is not written, or copies of it.
+        return None
+    return Prepared(address, head, read)
+
+
+def read_part(
+    identity: PayloadId, piece: Piece, lease: Lease, waited_s: float, prepared: Prepared | None = None
+) -> Arrived:
     """The part that lies under `lease`, checked against what was asked for. The lease stays the caller's.
+
+    Nothing is read again that was `prepared` in the same memory and is still the same.
 
     Raises:
         WireError: it is damaged, or not the one that was asked for.
         RemoteProtocolError: its origin is another one, or its heads, layers or tokens are not those of the route.
     """
+    memory = lease.buffer
+    is_ready = prepared is not None and prepared.fits(memory)
+    read = prepared.read if prepared is not None and is_ready else _read(identity, piece, memory)
+    content = read.content
+    received = ReceivedPiece(source_rank=piece.source_rank, heads=content.heads, nbytes=len(memory), waited_s=waited_s)
+    return Arrived(piece, lease, read.payload, read.pairs, content.regions, content.num_tokens, received)
+
+
+def _read(identity: PayloadId, piece: Piece, memory: memoryview) -> _Read:
     payload = decode_payload(
-        lease.buffer,
+        memory,
         request_id=identity.transfer_id,
         target_rank=identity.target_rank,
         # Both ends are ours, so a payload without a sealed head is a damaged one.
@@ -71,11 +131,7 @@ def read_part(identity: PayloadId, piece: Piece, lease: Lease, waited_s: float) 
         raise RemoteProtocolError(
             f"source rank {piece.source_rank}{content}", request_id=header.request_id, rank=piece.source_rank
         )
-    received = ReceivedPiece(
-        source_rank=piece.source_rank, heads=content.heads, nbytes=len(lease.buffer), waited_s=waited_s
-    )
-    pairs = tuple(layer for layer in payload.layers if layer is not None)
-    return Arrived(piece, lease, payload, pairs, content.regions, content.num_tokens, received)
+    return _Read(payload, tuple(layer for layer in payload.layers if layer is not None), content)
 
 
 def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
@@ -92,14 +148,6 @@ def _check_origin(payload: DecodedPayload, identity: PayloadId) -> None:
             key=identity.encode(),
             rank=identity.source_rank,
         )
-
-
-class _Content(NamedTuple):
-    """What a part is: its heads, its regions, and the tokens of the whole request."""
-
-    heads: HeadIds
-    regions: tuple[Region, ...]
-    num_tokens: int
 
 
 def _content_of(

@@ -17,7 +17,7 @@ from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.errors import HandoffError, OmniKVError, ReceiveTimeout, TransportError
 from omnikv.handoff.assemble import assemble
-from omnikv.handoff.part import Arrived, read_part
+from omnikv.handoff.part import Arrived, Prepared, prepare_part, read_part
 from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Lease, Transport
 
@@ -42,6 +42,7 @@ class RoleFetch:
         self._boxes = boxes
         self._started = time.monotonic()
         self._arrived: dict[PayloadId, Arrived] = {}
+        self._prepared: dict[PayloadId, Prepared | None] = {}
         self._others: tuple[str, ...] = ()
 
     @property
@@ -50,6 +51,10 @@ class RoleFetch:
         if self.kv is not None or self.failure is not None:
             return []
         return [identity for identity in self._pieces if identity not in self._arrived]
+
+    def prepare(self, identity: PayloadId, memory: memoryview) -> None:
+        """Nothing; does ahead what `take` would do for a part that is being written into `memory`."""
+        self._prepared[identity] = prepare_part(identity, self._pieces[identity], memory)
 
     def take(self, identity: PayloadId, outcome: Lease | OmniKVError) -> None:
         """Nothing; keeps a part that came, and puts the role together when it was the last; or keeps why it cannot."""
@@ -60,7 +65,8 @@ class RoleFetch:
             unless_kept.enter_context(outcome)
             try:
                 waited_s = time.monotonic() - self._started
-                self._arrived[identity] = read_part(identity, self._pieces[identity], outcome, waited_s)
+                prepared = self._prepared.pop(identity, None)
+                self._arrived[identity] = read_part(identity, self._pieces[identity], outcome, waited_s, prepared)
                 unless_kept.pop_all()
                 if len(self._arrived) == len(self._pieces):
                     parts = [self._arrived[wanted] for wanted in self._pieces]
@@ -129,7 +135,11 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
     one has failed, nothing is worth waiting for.
     """
     waiting = {identity: fetch for fetch in fetches for identity in fetch.missing}
-    with closing(transport.get_as_ready(list(waiting), deadline=deadline)) as arrivals:
+
+    def prepare(identity: PayloadId, memory: memoryview) -> None:
+        waiting[identity].prepare(identity, memory)
+
+    with closing(transport.get_as_ready(list(waiting), deadline=deadline, preview=prepare)) as arrivals:
         for identity, outcome in arrivals:
             with ExitStack() as on_failure:
                 if not isinstance(outcome, OmniKVError):

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import xxhash
 
-from omnikv.core.wire import ITEM_SIZES, Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
+from omnikv.core.wire import Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
 from omnikv.errors import ConfigError, LocalProtocolError, WireError, WireReason
 from omnikv.tensors.fill import Written, fill, move_all, no_one
 from omnikv.tensors.kv import DenseSource, LayerSource, Move, TensorSource
 from omnikv.tensors.unpack import (
     DTYPES,
+    MAX_ITEM_SIZE,
     DecodedPayload,
     contiguous_bytes,
     decode_device_payload,
@@ -36,8 +37,6 @@ from omnikv.tensors.unpack import (
 __all__ = ["DecodedPayload", "KVCacheTransferData", "PayloadPlan", "decode_payload", "plan_payload"]
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# What memory for a payload must be aligned to: the largest item size.
-_ADDRESS_ALIGNMENT = max(ITEM_SIZES.values())
 
 
 def _no_one(begin: int, end: int) -> None:
@@ -52,7 +51,9 @@ class PayloadPlan:
     def __init__(self, header: Header, sources: Sequence[TensorSource]) -> None:
         """`sources` are the tensors of `header.spans`, in that order."""
         self.header = header
-        self._head = encode_head(header)
+        head = encode_head(header)
+        # A checksum over the head alone is known by now.
+        self._head = seal(head, xxhash.xxh3_128(head).hexdigest()) if header.scope == "header" else head
         self.sources = tuple(sources)
         self.nbytes = len(self._head) + header.data_nbytes
 
@@ -69,11 +70,15 @@ class PayloadPlan:
 
         Raises:
             ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
-            Exception: what a tensor's source raises; `buffer` then holds no payload.
+            Exception: what a tensor's source raises; what `buffer` holds then is no payload.
         """
         view = contiguous_bytes(buffer)
         room = _as_target(view, self.nbytes)
         start = len(self._head)
+        if self.header.scope == "header":
+            # First, since its reader can prepare for the rest by it.
+            view[:start] = self._head
+            written(0, start)
         data = room[start:]
         _zero_gaps(data, self.header.spans)
         first = room.data_ptr()
@@ -82,10 +87,10 @@ class PayloadPlan:
             move_all(moves, threads, lambda begin, end: written(begin - first, end - first))
         else:
             self._fill(data, threads, lambda out: _tell(written, out, first))
-        hasher = xxhash.xxh3_128(self._head)
         if self.header.scope == "all":
+            hasher = xxhash.xxh3_128(self._head)
             hasher.update(view[start:])
-        view[:start] = seal(self._head, hasher.hexdigest())
+            view[:start] = seal(self._head, hasher.hexdigest())
 
     def on_device(self, device: torch.device) -> torch.Tensor:
         """The payload as a new 1-D uint8 tensor on `device`. Plan it without a checksum: the data is not read there.
@@ -95,10 +100,10 @@ class PayloadPlan:
         """
         if self.header.scope == "all":
             raise ConfigError(f"a payload on {device} cannot be checksummed there; plan it with checksum=False")
-        head = seal(self._head, xxhash.xxh3_128(self._head).hexdigest())
         payload = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        payload[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        data = payload[len(head) :]
+        start = len(self._head)
+        payload[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
+        data = payload[start:]
         _zero_gaps(data, self.header.spans)
         self._fill(data)
         return payload
@@ -344,8 +349,6 @@ def _as_target(view: memoryview, nbytes: int) -> torch.Tensor:
             f"{'a read-only' if view.readonly else 'a'} one of {view.nbytes}"
         )
     room = torch.frombuffer(view, dtype=torch.uint8)
-    if room.data_ptr() % _ADDRESS_ALIGNMENT:
-        raise ConfigError(
-            f"the payload's buffer must begin at a multiple of {_ADDRESS_ALIGNMENT}, got {room.data_ptr():#x}"
-        )
+    if room.data_ptr() % MAX_ITEM_SIZE:
+        raise ConfigError(f"the payload's buffer must begin at a multiple of {MAX_ITEM_SIZE}, got {room.data_ptr():#x}")
     return room

@@ -37,6 +37,8 @@ _MOST_SPANS_KEPT = 4096
 DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in ITEM_SIZES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
+# What every dtype may lie at.
+MAX_ITEM_SIZE = max(ITEM_SIZES.values())
 # Small enough to stay in a cache between being copied and being hashed.
 _HASH_PIECE_NBYTES = 256 << 10
 
@@ -247,6 +249,16 @@ def _common_step(spans: tuple[TensorSpan, ...]) -> int | None:
         if span.dtype != first.dtype or span.shape != first.shape or span.offset != first.offset + index * step:
             return None
     return step
+
+
+def can_stay_in_place(header: Header, address: int) -> bool:
+    """Whether all tensors of a payload are views on its memory, with its data at `address`, none of them a copy."""
+    return not address % MAX_ITEM_SIZE and _kept(_are_aligned, header.spans)(header.spans)
+
+
+@functools.lru_cache(maxsize=64)
+def _are_aligned(spans: tuple[TensorSpan, ...]) -> bool:
+    return not any(span.offset % ITEM_SIZES[span.dtype] for span in spans)
 
 
 def _may_view(data: torch.Tensor, offset: int, item_size: int) -> bool:

@@ -238,7 +238,27 @@ def withdrawing_ends_a_wait(pair: TransportPair) -> None:
         require(take(pair, target, payload) == b"x", "a withdrawn payload must be received when asked for again")
 
 
+def a_hint_is_no_payload(pair: TransportPair) -> None:
+    """A word that something is about to be written may be lost or unheeded, and is never taken for it."""
+    payload = payload_of(pair, "r1")
+    with ExitStack() as stack:
+        source, target = _open(pair, stack)
+        _once_met(pair, source, target)
+        source.herald([payload, payload_of(pair, "r2")])
+        absent = target.get(payload, deadline=time.monotonic())
+        require(absent is None, "what was only announced to be written must not be there")
+        waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(lease, pair, target, payload)
+        source.herald([payload])
+        put(source, payload, b"written")
+        with waiting.result() as held:
+            require(bytes(held.buffer) == b"written", "a payload must be what was written, hint or not")
+            held.acknowledge()
+        source.herald([payload])
+        raised_by(AlreadyConsumed, lambda: lease(pair, target, payload), "get of a payload that was used, after a hint")
+
+
 NOTICE_CHECKS = (
+    a_hint_is_no_payload,
     every_reader_gets_it,
     a_payload_may_have_fewer_readers,
     what_nobody_comes_for_expires,

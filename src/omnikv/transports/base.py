@@ -9,7 +9,7 @@ edge, for both directions of use: a source reserves, a target gets.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -97,6 +97,10 @@ class Endpoint:
         """The seats of all peers that this end knows of."""
         readers = self.num_readers if self.side == "source" else 1
         return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
+
+
+# Looks at a payload's memory before it is published: its head is final, the rest is not.
+Preview = Callable[[PayloadId, memoryview], None]
 
 
 class PutRequest(NamedTuple):
@@ -190,6 +194,13 @@ class Transport(ABC):
             TransportError: this transport is closed.
         """
 
+    def herald(self, payloads: Sequence[PayloadId]) -> None:  # noqa: B027
+        """Nothing; a hint to receivers that wait for these payloads: they are about to be written.
+
+        A process that has slept takes longer for everything at first; one that was told is awake by then. This default
+        does nothing, as a transport may at any time.
+        """
+
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none, in their order, as soon as it is there.
 
@@ -221,13 +232,15 @@ class Transport(ABC):
         """
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], *, deadline: float
+        self, payloads: Sequence[PayloadId], *, deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]:
         """Each payload with its lease, or with the error that `get` would raise, as soon as either is known.
 
         Ends when all were given or at `deadline`; what is absent by then is not given. Closing it early gives up the
-        rest. This default asks for one after the other; a transport that can wait for several at once overrides it, so
-        that one sender's failure is known although another's payload is still waited for.
+        rest. `preview` may be called meanwhile, by this generator, with the memory in which a payload that is waited
+        for is being written, to prepare for it: nothing that it sees may be used before the payload itself comes. This
+        default never does, and asks for one after the other; a transport that can wait for several at once overrides
+        it, so that one sender's failure is known although another's payload is still waited for.
         """
         for payload in payloads:
             outcome = self._get_or_error(payload, deadline)

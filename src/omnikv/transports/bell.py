@@ -40,6 +40,10 @@ class Bell:
 
         `look` is called at least once, and with the lock; call this without it.
         """
+        with self._lock:
+            found = look()
+        if found is not None or time.monotonic() >= deadline:
+            return found
         sleeper: queue.SimpleQueue[None] = queue.SimpleQueue()
         try:
             with self._lock:

@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 
 from omnikv.core.keys import PayloadId
 from omnikv.errors import OmniKVError, TransportError
-from omnikv.transports.base import Capabilities, Lease, PutRequest, Slot, Transport
+from omnikv.transports.base import Capabilities, Lease, Preview, PutRequest, Slot, Transport
 from omnikv.transports.bell import Bell
 
 # How many calls may be inside of a backend at once; each holds a thread until it comes back.
@@ -50,6 +50,10 @@ class BoundedTransport(Transport):
         """Room for a payload of `nbytes`; see `Transport.reserve`."""
         return self._inner.reserve(payload, nbytes)
 
+    def herald(self, payloads: Sequence[PayloadId]) -> None:
+        """A hint to receivers that wait for these payloads."""
+        self._inner.herald(payloads)
+
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none; see `Transport.reserve_all`."""
         return self._inner.reserve_all(requests, deadline=deadline)
@@ -66,7 +70,7 @@ class BoundedTransport(Transport):
         return outcome
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], *, deadline: float
+        self, payloads: Sequence[PayloadId], *, deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]:
         """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not."""
         waiting = {payload: self._begin(payload, deadline) for payload in payloads}

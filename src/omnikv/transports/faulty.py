@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from omnikv.core.keys import PayloadId
 from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError, TransportError
-from omnikv.transports.base import Capabilities, Endpoint, Lease, PutRequest, Slot, Transport
+from omnikv.transports.base import Capabilities, Endpoint, Lease, Preview, PutRequest, Slot, Transport
 from omnikv.transports.registry import open_transport
 
 
@@ -189,6 +189,10 @@ class FaultyTransport(Transport):
         (slot,) = self.reserve_all([PutRequest(payload, nbytes, num_readers)], deadline=0.0)
         return slot
 
+    def herald(self, payloads: Sequence[PayloadId]) -> None:
+        """A hint to receivers that wait for these payloads; may be lost without harm."""
+        self._inner.herald(payloads)
+
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none; see `Transport.reserve_all`."""
         self._mischief.begin("reserve", requests[0].payload if requests else None)
@@ -202,10 +206,10 @@ class FaultyTransport(Transport):
         return None if lease is None else FaultyLease(lease, payload, self._mischief)
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], *, deadline: float
+        self, payloads: Sequence[PayloadId], *, deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]:
         """Each payload with its lease or its error, as soon as either is known; see `Transport.get_as_ready`."""
-        with closing(self._inner.get_as_ready(payloads, deadline=deadline)) as arrivals:
+        with closing(self._inner.get_as_ready(payloads, deadline=deadline, preview=preview)) as arrivals:
             for payload, outcome in arrivals:
                 self._mischief.begin("get", payload)
                 if isinstance(outcome, OmniKVError):

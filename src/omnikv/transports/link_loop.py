@@ -163,6 +163,11 @@ class LinkLoop:
         if due_at < self._sleeps_until and not self._closing:
             self._wake()
 
+    def hear(self, link: Link) -> None:
+        """Nothing; takes what `link` has brought, in the caller's thread and at once. Call with the lock."""
+        if link in self._ready:
+            self._hear(link)
+
     def forget(self, link: Link) -> None:
         """Nothing; ends `link` and tells the role. Idempotent."""
         if link not in self._ready and link not in self._unready:

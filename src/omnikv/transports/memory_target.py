@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from omnikv.core.keys import PayloadId
 from omnikv.core.lease import End, error_of
 from omnikv.errors import ConfigError, ConnectError, LocalProtocolError, OmniKVError, TransportError
-from omnikv.transports.base import MAX_ASKS, Endpoint, Lease, Seat
+from omnikv.transports.base import MAX_ASKS, Endpoint, Lease, Preview, Seat
 from omnikv.transports.ledger import Grant
 from omnikv.transports.memory_exchange import Exchange, entering, leaving
 from omnikv.transports.pairing import (
@@ -107,9 +107,12 @@ class MemoryTarget:
             exchange.changed.ring()
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], deadline: float
+        self, payloads: Sequence[PayloadId], deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, MemoryLease | OmniKVError], None, None]:
-        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not."""
+        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
+
+        Nothing is seen early here: no process sleeps that a word would wake.
+        """
         wait = _Wait(payloads)
         try:
             while wait.asked:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic
 
 from omnikv.core.keys import PayloadId
 from omnikv.core.lease import End
@@ -28,69 +28,8 @@ from omnikv.transports.bell import Bell
 from omnikv.transports.ledger import Ledger, Ticket
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Link
+from omnikv.transports.shelf import LendingShelf, Room, Shelf
 from omnikv.transports.waiting_room import WaitingRoom
-
-Room = TypeVar("Room")
-
-
-class Shelf(Protocol[Room]):
-    """Where a source's payloads lie, and how its targets come to see them. All but `take` and `view` with the lock."""
-
-    def take(self, sizes: Sequence[int]) -> list[Room]:
-        """Room for payloads of these sizes in bytes, for all of them or for none. Called without the lock.
-
-        Raises:
-            PutRejected: no room; `retryable` when room may come back.
-        """
-
-    def view(self, room: Room) -> memoryview:
-        """The writable bytes of one payload. Called without the lock."""
-
-    def give(self, room: Room) -> None:
-        """Nobody writes or reads this room any more."""
-
-    def show(self, link: Link, ask: int, lease: int, room: Room) -> None:
-        """Answer `ask` with the payload in `room`, leased to this peer as `lease`.
-
-        Its bytes stay until the lease ends: by Ack or Return of the peer, or with the link.
-        """
-
-    def promise(self, link: Link, ask: int, room: Room) -> None:
-        """`ask` waits for the payload that is being written into `room`; what is written may be sent ahead."""
-
-    def wrote(self, room: Room, begin: int, end: int) -> None:
-        """These bytes are final, before the payload is published. Called without the lock."""
-
-    def taken(self) -> None:
-        """Rooms were taken; the time to tell targets what that changed."""
-
-    def handle(self, link: Link, message: Any) -> None:
-        """A target said something that is not said over every transport.
-
-        Raises:
-            RemoteProtocolError: it may not be said, or not now.
-        """
-
-    def link_ready(self, link: Link) -> None:
-        """A target is there that has seen nothing yet."""
-
-    def link_gone(self, link: Link) -> None:
-        """A target is gone; its leases come back after this."""
-
-    def close(self) -> None:
-        """Give everything back. Leased bytes may stay readable where the medium allows it."""
-
-
-@runtime_checkable
-class LendingShelf(Protocol):
-    """A shelf that can also show what stays in its caller's memory."""
-
-    def lend(self, room: Any, loan: Loan) -> None:
-        """The payload in `room` is what `loan` says. Called without the lock, before it is shown.
-
-        Raises:
-            TransportError: the engine does not take the memory.
-        """
 
 
 class PairSlot(Slot):
@@ -186,6 +125,13 @@ class Offers(Generic[Room]):
                         self._shelf.promise(link, ask, room)
             on_failure.pop_all()
         return [PairSlot(self, ticket, self._shelf, room) for ticket, room in zip(tickets, rooms, strict=True)]
+
+    def herald(self, payloads: Sequence[PayloadId]) -> None:
+        """Whoever waits for one of the payloads may be told that it is about to be written."""
+        with self._lock:
+            for payload in payloads:
+                for link, ask in self._waiting.get(payload, ()):
+                    self._shelf.herald(link, ask)
 
     def publish(self, ticket: Ticket[Room]) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""

@@ -131,6 +131,9 @@ class OneSidedShelf:
         self._tell_server()
         link.send(Placed(ask, lease, room.places(known.address + room.room.offset), notice))
 
+    def herald(self, link: Link, ask: int) -> None:
+        """Nothing; what comes first over the network tells enough."""
+
     def promise(self, link: Link, ask: int, room: Shelved) -> None:
         """Nothing; what is read on its own is read once it is published."""
 

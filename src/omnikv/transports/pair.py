@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from omnikv.core.keys import PayloadId
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, PROTOCOL_VERSION, Hello
 from omnikv.errors import ConfigError, TransportError
 from omnikv.transports.base import Endpoint
 from omnikv.transports.link_loop import LinkLoop, Sockets
-from omnikv.transports.offers import Offers, Shelf
+from omnikv.transports.offers import Offers
 from omnikv.transports.pairing import describe
+from omnikv.transports.shelf import Shelf
 from omnikv.transports.sided import SidedTransport
 from omnikv.transports.wants import Wants
 from omnikv.transports.window import Window
@@ -41,9 +43,10 @@ class PairTransport(SidedTransport):
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
+        self._offers: Offers[Any] | None = None
         role: Offers[Any] | Wants
         if endpoint.side == "source":
-            role = self._source = Offers(self.name, endpoint, shelf(), self._lock, self._require_open)
+            role = self._source = self._offers = Offers(self.name, endpoint, shelf(), self._lock, self._require_open)
         else:
             role = self._target = Wants(self.name, endpoint, window(), self._lock, self._require_open)
         hello = _hello_of(self.name, endpoint, os.urandom(16).hex())
@@ -54,6 +57,11 @@ class PairTransport(SidedTransport):
     def counters(self) -> dict[str, int]:
         """How often each kind of trouble with a peer happened."""
         return self._loop.counters
+
+    def herald(self, payloads: Sequence[PayloadId]) -> None:
+        """Nothing; a hint to targets that wait for these payloads: they are about to be written."""
+        if self._offers is not None:
+            self._offers.herald(payloads)
 
     def close(self) -> None:
         """Stop serving, end the thread, give descriptors and memory back; views stay readable. Idempotent."""

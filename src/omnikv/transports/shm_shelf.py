@@ -1,23 +1,38 @@
-"""How a shm source shows its payloads: a segment's descriptor travels once, then a few numbers say where to look."""
+"""How a shm source shows its payloads: a segment's descriptor travels once, then a few numbers say where to look.
+
+A target that waits is told ahead, unless the source is busy: that its payload is about to be written, and where, once
+its head is. So it is awake, and has prepared its views of the tensors, when the payload is shown.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from omnikv.core.messages import Ready, Retired, Segment
+from omnikv.core.messages import Forming, Ready, Retired, Segment, Soon
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
 from omnikv.transports.shm_link import ShmLink
 from omnikv.transports.shm_pool import Pool, Room
 
+# So long after a payload was shown, processes and their caches are taken to be awake.
+AWAKE_S = 0.001
+
 
 class ShmShelf:
     """The pool of a source, and which of its segments each target has been told of."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, lock: threading.Lock) -> None:
+        """`lock` is the transport's."""
         self._pool = pool
+        self._lock = lock
         self._told: dict[Link, set[int]] = {}
+        # Who is to be told where a payload is being written once its head is, by its room.
+        self._promised: dict[Room, list[tuple[Link, int]]] = {}
+        self._shown_at = -math.inf
 
     def take(self, sizes: Sequence[int]) -> list[Room]:
         """Room on whole pages for all payloads or for none; the pool may grow.
@@ -33,22 +48,33 @@ class ShmShelf:
 
     def give(self, room: Room) -> None:
         """Nothing; the room is free again."""
+        self._promised.pop(room, None)
         self._pool.give(room)
 
     def show(self, link: Link, ask: int, lease: int, room: Room) -> None:
-        """Nothing; tells the target where to look, and shares the memory first where it does not see it yet."""
-        assert isinstance(link, ShmLink)
-        segment = room.segment
-        if segment.number not in self._told[link]:
-            self._told[link].add(segment.number)
-            link.send(Segment(segment.number, segment.nbytes), segment.fd)
-        link.send(Ready(ask, lease, segment.number, room.offset, room.nbytes))
+        """Nothing; tells the target where to look."""
+        self._share(link, room)
+        link.send(Ready(ask, lease, room.segment.number, room.offset, room.nbytes))
+        self._promised.pop(room, None)
+        self._shown_at = time.monotonic()
+
+    def herald(self, link: Link, ask: int) -> None:
+        """Nothing; wakes a target that may have fallen asleep."""
+        if not self._is_busy():
+            link.send(Soon(ask))
 
     def promise(self, link: Link, ask: int, room: Room) -> None:
-        """Nothing; what is read in place need not be sent ahead."""
+        """Nothing; the target will be told where to look once there is something to see."""
+        if not self._is_busy():
+            self._promised.setdefault(room, []).append((link, ask))
 
     def wrote(self, room: Room, begin: int, end: int) -> None:
-        """Nothing; as `promise`."""
+        """Nothing; what is read in place need not be sent ahead, but with its head a payload can be prepared for."""
+        if begin == 0 and room in self._promised:
+            with self._lock:
+                for link, ask in self._promised.pop(room, ()):
+                    self._share(link, room)
+                    link.send(Forming(ask, room.segment.number, room.offset, room.nbytes))
 
     def taken(self) -> None:
         """Nothing; segments that made way for others may be unmapped by their readers."""
@@ -71,9 +97,23 @@ class ShmShelf:
         self._told[link] = set()
 
     def link_gone(self, link: Link) -> None:
-        """Nothing; forgets what the target saw."""
+        """Nothing; forgets what the target saw, and was to see."""
         self._told.pop(link, None)
+        for asks in self._promised.values():
+            asks[:] = [entry for entry in asks if entry[0] is not link]
 
     def close(self) -> None:
         """Nothing; descriptors are given back, memory goes with the last view of it."""
         self._pool.close()
+
+    def _is_busy(self) -> bool:
+        """Whether targets are awake anyway: early words would only take time from what is under way."""
+        return time.monotonic() - self._shown_at < AWAKE_S
+
+    def _share(self, link: Link, room: Room) -> None:
+        """Nothing; the target sees the memory."""
+        assert isinstance(link, ShmLink)
+        segment = room.segment
+        if segment.number not in self._told[link]:
+            self._told[link].add(segment.number)
+            link.send(Segment(segment.number, segment.nbytes), segment.fd)

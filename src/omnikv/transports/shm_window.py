@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from omnikv.core.messages import Ready, Retired, Segment
+from omnikv.core.messages import Forming, Ready, Retired, Segment, Soon
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
 from omnikv.transports.shm_address import is_sealed
 from omnikv.transports.shm_map import map_for_reading
 from omnikv.transports.shm_pool import MAX_SEGMENTS
-from omnikv.transports.window import Arrival
+from omnikv.transports.window import Arrival, Preparation
 
 
 class ShmWindow:
@@ -19,8 +19,8 @@ class ShmWindow:
     def __init__(self) -> None:
         self._segments: dict[Link, dict[int, memoryview]] = {}
 
-    def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | None:
-        """The payload that lies ready in shared memory; a segment that is shared is mapped, a retired one forgotten.
+    def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | Preparation | None:
+        """The payload that lies ready in shared memory, or will; maps a shared segment, and forgets a retired one.
 
         Raises:
             RemoteProtocolError: descriptors that belong to nothing, memory that could vanish, or no such place.
@@ -28,7 +28,11 @@ class ShmWindow:
         if bool(extra) != isinstance(message, Segment):
             raise RemoteProtocolError("a descriptor belongs to a Segment and to nothing else")
         if isinstance(message, Ready):
-            return self._find(link, message)
+            return Arrival(message.ask, message.lease, self._find(link, message))
+        if isinstance(message, Forming):
+            return Preparation(message.ask, self._find(link, message))
+        if isinstance(message, Soon):
+            return Preparation(message.ask)
         if isinstance(message, Segment):
             self._map(link, message, extra)
         elif isinstance(message, Retired):
@@ -50,11 +54,11 @@ class ShmWindow:
         """Nothing; forgets all."""
         self._segments.clear()
 
-    def _find(self, link: Link, ready: Ready) -> Arrival:
-        segment = self._segments[link].get(ready.segment)
-        if segment is None or ready.offset + ready.nbytes > segment.nbytes:
-            raise RemoteProtocolError(f"a payload outside of shared memory: {ready}")
-        return Arrival(ready.ask, ready.lease, segment[ready.offset : ready.offset + ready.nbytes])
+    def _find(self, link: Link, told: Ready | Forming) -> memoryview:
+        segment = self._segments[link].get(told.segment)
+        if segment is None or told.offset + told.nbytes > segment.nbytes:
+            raise RemoteProtocolError(f"a payload outside of shared memory: {told}")
+        return segment[told.offset : told.offset + told.nbytes]
 
     def _map(self, link: Link, shared: Segment, fds: list[int]) -> None:
         segments = self._segments[link]

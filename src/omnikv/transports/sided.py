@@ -7,7 +7,7 @@ from typing import Protocol
 
 from omnikv.core.keys import PayloadId
 from omnikv.errors import ConfigError, OmniKVError
-from omnikv.transports.base import Endpoint, Lease, PutRequest, Slot, Transport
+from omnikv.transports.base import Endpoint, Lease, Preview, PutRequest, Slot, Transport
 from omnikv.transports.pairing import describe, require_payload, require_put
 
 
@@ -25,7 +25,7 @@ class TargetRole(Protocol):
     """What a target does of a transport's calls, with payloads that are its own."""
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], deadline: float
+        self, payloads: Sequence[PayloadId], deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]: ...
     def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]: ...
     def announce(self, payloads: Sequence[PayloadId]) -> None: ...
@@ -81,15 +81,17 @@ class SidedTransport(Transport):
         return outcome
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], *, deadline: float
+        self, payloads: Sequence[PayloadId], *, deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, Lease | OmniKVError], None, None]:
         """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
+
+        `preview` as in `Transport.get_as_ready`.
 
         Raises:
             ConfigError: a payload is not this target's.
             TransportError: this transport is closed.
         """
-        yield from self._as_target(payloads).get_as_ready(payloads, deadline)
+        yield from self._as_target(payloads).get_as_ready(payloads, deadline, preview)
 
     def fail(self, payload: PayloadId, cause: str) -> None:
         """Tell the receiver that this payload will not come, with the cause in words; idempotent.

@@ -84,6 +84,9 @@ class TcpShelf:
         if stretch.pins:
             self._look_again()
 
+    def herald(self, link: Link, ask: int) -> None:
+        """Nothing; what comes first over the network tells enough."""
+
     def promise(self, link: Link, ask: int, stretch: Stretch) -> None:
         """Nothing; tells a target that waits that the payload is being written, and may be pulled as it is."""
         self._show(link, stretch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,8 @@ from omnikv.errors import (
     ProducerFailed,
     TransportError,
 )
-from omnikv.transports.base import MAX_ASKS, Endpoint, Seat
+from omnikv.transports.ask import Ask
+from omnikv.transports.base import MAX_ASKS, Endpoint, Preview, Seat
 from omnikv.transports.bell import Bell
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
@@ -36,41 +37,6 @@ from omnikv.transports.window import Arrival, PairLease, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
-
-
-class _Ask:
-    """One payload that is waited for: over which link it was asked for, and what came of it."""
-
-    def __init__(self, number: int, payload: PayloadId, is_patient: bool, changed: Bell) -> None:
-        self.number = number
-        self.payload = payload
-        self.is_patient = is_patient
-        self.changed = changed
-        self.link: Link | None = None
-        self.lease: PairLease | None = None
-        self.error: OmniKVError | None = None
-        self.is_absent = False
-        self.is_curious = False
-        # What is there instead, as far as its source said.
-        self.others: tuple[str, ...] = ()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the waiting thread may go on."""
-        return self.lease is not None or self.error is not None or self.is_absent
-
-    def pop_error(self) -> OmniKVError:
-        """The error, no longer kept here: raised, it refers to the frame that refers to this ask."""
-        error, self.error = self.error, None
-        assert error is not None
-        return error
-
-    def settle(
-        self, *, lease: PairLease | None = None, error: OmniKVError | None = None, is_absent: bool = False
-    ) -> None:
-        """Nothing; wakes the waiting thread with its answer."""
-        self.lease, self.error, self.is_absent = lease, error, is_absent
-        self.changed.ring()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +64,23 @@ class Wants:
         self._sources: dict[Seat, Link] = {}
         self._acks = RepeatedAcks()
         self._refused: dict[Seat, Link] = {}
-        self._asks: dict[int, _Ask] = {}
+        self._asks: dict[int, Ask] = {}
         self._next_ask = 1
         self._deaths: dict[Seat, _Death] = {}
         self._announced: dict[PayloadId, None] = {}
 
     def get_as_ready(
-        self, payloads: Sequence[PayloadId], deadline: float
+        self, payloads: Sequence[PayloadId], deadline: float, preview: Preview | None = None
     ) -> Generator[tuple[PayloadId, PairLease | OmniKVError], None, None]:
-        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not."""
+        """Each payload with its lease or its error, as soon as either is known; what is absent at `deadline` is not.
+
+        `preview` is shown where one of them is being written, if its source says so.
+        """
         now = time.monotonic()
         is_patient = deadline > now
         limit = deadline if is_patient else now + ANSWER_S
         changed = Bell(self._lock)
-        asks: dict[int, _Ask] = {}
+        asks: dict[int, Ask] = {}
         try:
             with self._lock:
                 self._require_open()
@@ -120,9 +89,13 @@ class Wants:
                     asks[ask.number] = ask
                     self._pursue(ask)
             while asks:
-                settled = changed.wait_for(lambda: next((ask for ask in asks.values() if ask.is_settled), None), limit)
+                settled = changed.wait_for(lambda: self._next_of(asks.values(), preview), limit)
                 if settled is None:
                     return
+                if not settled.is_settled:
+                    assert preview is not None
+                    self._show(settled, preview)
+                    continue
                 with self._lock:
                     del self._asks[settled.number]
                 error = None if settled.error is None else settled.pop_error()
@@ -270,9 +243,14 @@ class Wants:
                 self._announced.pop(ask.payload, None)
                 ask.settle(error=error_of(ask.payload, End(message.how, message.generation, message.cause)))
             return
-        arrival = self._window.handle(link, message, extra)
-        if arrival is not None:
-            self.arrive(link, arrival)
+        told = self._window.handle(link, message, extra)
+        if isinstance(told, Arrival):
+            self.arrive(link, told)
+        elif told is not None and self.is_expected(link, told.ask):
+            ask = self._asks[told.ask]
+            ask.forming = told.view or ask.forming
+            # Awake, it is at hand when the payload comes.
+            ask.changed.ring()
 
     def arrive(self, link: Link, arrival: Arrival) -> None:
         """A payload is here; for windows that know of it later than by a message."""
@@ -299,13 +277,31 @@ class Wants:
                 ask.settle(error=closed)
         self._window.close()
 
-    def _open(self, payload: PayloadId, is_patient: bool, changed: Bell) -> _Ask:
-        ask = _Ask(self._next_ask, payload, is_patient, changed)
+    def _next_of(self, asks: Collection[Ask], preview: Preview | None) -> Ask | None:
+        """An ask that is settled; else one that there is something to see of, where somebody wants to see it."""
+        settled = next((ask for ask in asks if ask.is_settled), None)
+        if settled is not None or preview is None:
+            return settled
+        return next((ask for ask in asks if ask.forming is not None), None)
+
+    def _show(self, ask: Ask, preview: Preview) -> None:
+        """Nothing; `preview` has seen where the payload is being written, and the payload itself came if it could."""
+        with self._lock:
+            view, ask.forming = ask.forming, None
+        if view is not None:
+            preview(ask.payload, view)
+        with self._lock:
+            if ask.link is not None and not ask.is_settled:
+                # It may have come meanwhile; the transport's thread would have to wake this one for it.
+                self.loop.hear(ask.link)
+
+    def _open(self, payload: PayloadId, is_patient: bool, changed: Bell) -> Ask:
+        ask = Ask(self._next_ask, payload, is_patient, changed)
         self._next_ask += 1
         self._asks[ask.number] = ask
         return ask
 
-    def _pursue(self, ask: _Ask) -> None:
+    def _pursue(self, ask: Ask) -> None:
         """Nothing; the ask was sent, or its source was knocked on, or it is settled."""
         seat = Seat(ask.payload.source_rank)
         link, refused = self._sources.get(seat), self._refused.get(seat)
@@ -320,7 +316,7 @@ class Wants:
         except ConnectError as error:
             ask.settle(error=error)
 
-    def _miss(self, ask: _Ask, seat: Seat) -> None:
+    def _miss(self, ask: Ask, seat: Seat) -> None:
         """Nothing; an ask for a source that is not there is settled, or will be in time."""
         death, now = self._deaths.get(seat), time.monotonic()
         if death is not None and now >= death.at + RETURN_S:
@@ -330,7 +326,7 @@ class Wants:
         elif death is not None:
             self.loop.wake_by(death.at + RETURN_S)
 
-    def _send(self, link: Link, ask: _Ask) -> None:
+    def _send(self, link: Link, ask: Ask) -> None:
         ask.link = link
         wanted = ask.payload
         link.send(Want(ask.number, wanted.transfer_id, wanted.role, wanted.attempt, ask.is_patient, ask.is_curious))
@@ -343,7 +339,7 @@ class Wants:
         if link is not None:
             link.send(Interest(payload.transfer_id, payload.role, payload.attempt, is_given))
 
-    def _take_back(self, ask: _Ask) -> None:
+    def _take_back(self, ask: Ask) -> None:
         self._asks.pop(ask.number, None)
         if not ask.is_settled:
             self._unwant(ask)
@@ -351,7 +347,7 @@ class Wants:
             ask.lease.arrival.free()
             ask.link.send(Return(ask.lease.arrival.lease))
 
-    def _unwant(self, ask: _Ask) -> None:
+    def _unwant(self, ask: Ask) -> None:
         if ask.link is not None:
             ask.link.send(Unwant(ask.number))
             self._window.given_up(ask.link, ask.number)
@@ -364,10 +360,10 @@ class Wants:
             del self._refused[link.seat]
         self._window.link_gone(link)
 
-    def _asks_of(self, seat: Seat) -> list[_Ask]:
+    def _asks_of(self, seat: Seat) -> list[Ask]:
         return [ask for ask in self._asks.values() if ask.payload.source_rank == seat.rank and not ask.is_settled]
 
-    def _orphans_of(self, seat: Seat) -> list[_Ask]:
+    def _orphans_of(self, seat: Seat) -> list[Ask]:
         """The asks for a source that nobody answers for, and that nobody is about to."""
         if self.loop.is_greeting(seat):
             return []

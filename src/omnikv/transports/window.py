@@ -30,11 +30,19 @@ class Arrival:
     free: Callable[[], None] = _nothing
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A payload that `ask` waits for is on its way: it is being written into `view`, or soon will be somewhere."""
+
+    ask: int
+    view: memoryview | None = None
+
+
 class Window(Protocol):
     """How a target comes to see what its sources show. Called with the lock."""
 
-    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | None:
-        """A source said something that is no plain answer; the payload that became readable by it, if one did.
+    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | Preparation | None:
+        """A source said something that is no plain answer; the payload that became readable by it, or will, if one did.
 
         Raises:
             RemoteProtocolError: it may not be said, or not now.
