@@ -254,7 +254,7 @@ def test_a_part_does_not_pass_for_a_whole_cache_under_the_published_fields():
 
 
 class TestAPartThatIsPreparedWhileItIsWritten:
-    """Only its head is there at first; `begun` is such a part, with what writes the rest."""
+    """Only its head is known at first; `begun` is such a part, with what writes it."""
 
     @pytest.fixture
     def begun(self):
@@ -268,12 +268,6 @@ class TestAPartThatIsPreparedWhileItIsWritten:
         lease = Held(plan.nbytes)
         return piece, layers, identity, plan, lease
 
-    def write(self, plan, memory, *, head_only=False):
-        whole = memoryview(bytearray(len(memory)))
-        plan.write_into(whole)
-        stop = len(memory) - plan.header.data_nbytes if head_only else len(memory)
-        memory[:stop] = whole[:stop]
-
     def assert_holds(self, read, layers):
         for pair, expected in zip(read.pairs, layers, strict=True):
             assert torch.equal(pair.key, expected[0])
@@ -281,41 +275,51 @@ class TestAPartThatIsPreparedWhileItIsWritten:
 
     def test_it_is_not_read_again_and_holds_what_was_written_since(self, begun, monkeypatch):
         piece, layers, identity, plan, lease = begun
-        self.write(plan, lease.buffer, head_only=True)
-        prepared = prepare_part(identity, piece, lease.buffer)
+        prepared = prepare_part(identity, piece, lease.buffer, plan.head)
         assert prepared is not None
-        self.write(plan, lease.buffer)
+        plan.write_into(lease.buffer)
         monkeypatch.setattr(part_module, "decode_payload", None)
         self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)
 
     def test_another_head_in_the_same_memory_is_read_anew(self, begun):
         piece, _, identity, plan, lease = begun
-        self.write(plan, lease.buffer, head_only=True)
-        prepared = prepare_part(identity, piece, lease.buffer)
+        prepared = prepare_part(identity, piece, lease.buffer, plan.head)
         layers = [(torch.randn(5, 2, 1), torch.randn(5, 2, 1)) for _ in range(3)]
         _, _, _, other, _ = self.planned(piece, layers)
         lease.buffer = lease.buffer[: other.nbytes]
-        self.write(other, lease.buffer)
+        other.write_into(lease.buffer)
         self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)
 
     def test_the_same_head_in_other_memory_is_read_anew(self, begun):
         piece, layers, identity, plan, lease = begun
-        self.write(plan, lease.buffer, head_only=True)
-        prepared = prepare_part(identity, piece, lease.buffer)
+        prepared = prepare_part(identity, piece, lease.buffer, plan.head)
         other = Held(plan.nbytes)
-        self.write(plan, other.buffer)
+        plan.write_into(other.buffer)
         self.assert_holds(read_part(identity, piece, other, 0.0, prepared), layers)
 
-    @pytest.mark.parametrize("flaw", ["nothing", "checksum", "another request", "not aligned"])
+    @pytest.mark.parametrize("flaw", ["no head", "checksum", "another request", "not aligned", "cut short"])
     def test_what_cannot_be_prepared_is_left_for_when_it_is_there(self, begun, flaw):
         piece, layers, identity, plan, lease = begun
-        if flaw == "checksum":
+        head, memory = plan.head, lease.buffer
+        if flaw == "no head":
+            head = b""
+        elif flaw == "checksum":
             *_, plan, lease = self.planned(piece, layers, checksum=True)
-            self.write(plan, lease.buffer)
+            assert plan.head == b""
+            plan.write_into(lease.buffer)
+            memory, head = lease.buffer, bytes(lease.buffer[: plan.nbytes - plan.header.data_nbytes])
         elif flaw == "another request":
-            *_, plan, lease = self.planned(piece, layers, name="other")
-            self.write(plan, lease.buffer, head_only=True)
+            *_, plan, _ = self.planned(piece, layers, name="other")
+            head = plan.head
         elif flaw == "not aligned":
-            lease.buffer = memoryview(bytearray(plan.nbytes + 1))[1:]
-            self.write(plan, lease.buffer, head_only=True)
-        assert prepare_part(identity, piece, lease.buffer) is None
+            memory = memoryview(bytearray(plan.nbytes + 1))[1:]
+        else:
+            head = head[:-1]
+        assert prepare_part(identity, piece, memory, head) is None
+
+    def test_a_head_with_more_behind_it_is_taken_to_its_end(self, begun):
+        piece, layers, identity, plan, lease = begun
+        prepared = prepare_part(identity, piece, lease.buffer, plan.head + b"more")
+        plan.write_into(lease.buffer)
+        assert prepared.fits(lease.buffer)
+        self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)

@@ -11,7 +11,7 @@ import pytest
 from stages import assert_same, full_cache, one_to_one
 
 from omnikv import KVReceiver, KVSender
-from omnikv.core.messages import Forming, Soon
+from omnikv.core.messages import MAX_FORMING_HEAD_NBYTES
 from omnikv.errors import ProducerFailed
 from omnikv.handoff import cut as cut_module
 from omnikv.handoff import part as part_module
@@ -20,7 +20,7 @@ from omnikv.tensors.kv import DenseSource
 from omnikv.testing.conformance import NamedPair
 from omnikv.testing.transport_pair import drained, payload_of, put, take
 from omnikv.transports import shm_shelf
-from omnikv.transports.shm_shelf import ShmShelf
+from omnikv.transports.base import PutRequest
 
 CONTENT = b"head" + bytes(4096)
 
@@ -56,27 +56,30 @@ class Waiting:
         [(_, outcome)] = target.get_as_ready([payload], deadline=time.monotonic() + 60, preview=self._preview)
         return outcome
 
-    def _preview(self, payload, view):
-        self.views.append(view)
+    def _preview(self, payload, view, head):
+        self.views.append((view, head))
         self.saw.set()
 
     def outcome(self):
         return self._result.result(timeout=60)
 
 
-def test_a_target_that_waits_sees_where_its_payload_is_written_once_its_head_is(pair, ends, pool):
+def reserved(source, payload, *, head=b"head"):
+    (slot,) = source.reserve_all([PutRequest(payload, len(CONTENT), head=head)], deadline=0.0)
+    return slot
+
+
+def test_a_target_that_waits_hears_where_its_payload_is_written_and_how_it_will_begin(pair, ends, pool):
     source, target = ends
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
     source.herald([payload])
-    with source.reserve(payload, len(CONTENT)) as slot:
-        slot.buffer[:4] = b"head"
-        slot.written(0, 4)
+    with reserved(source, payload) as slot:
         assert waiting.saw.wait(60)
-        [view] = waiting.views
+        [(view, head)] = waiting.views
         assert view.readonly
-        assert bytes(view[:4]) == b"head"
         assert len(view) == len(CONTENT)
+        assert head == b"head"
         slot.buffer[:] = CONTENT
         slot.publish()
     with waiting.outcome() as lease:
@@ -89,8 +92,7 @@ def test_what_was_seen_and_then_failed_is_no_payload(pair, ends, pool):
     source, target = ends
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
-    with source.reserve(payload, len(CONTENT)) as slot:
-        slot.written(0, 4)
+    with reserved(source, payload):
         assert waiting.saw.wait(60)
         source.fail(payload, "a kernel failed")
     assert isinstance(waiting.outcome(), ProducerFailed)
@@ -98,12 +100,13 @@ def test_what_was_seen_and_then_failed_is_no_payload(pair, ends, pool):
     assert take(pair, target, payload) == b"again"
 
 
-def test_ranges_behind_the_head_show_nothing(pair, ends, pool):
+@pytest.mark.parametrize("head", [b"", bytes(MAX_FORMING_HEAD_NBYTES + 1)], ids=["unknown", "too long"])
+def test_a_head_that_cannot_be_told_is_not(pair, ends, pool, head):
     source, target = ends
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
-    with source.reserve(payload, len(CONTENT)) as slot:
-        slot.written(4, len(CONTENT))
+    with reserved(source, payload, head=head) as slot:
+        slot.written(0, len(CONTENT))
         slot.buffer[:] = CONTENT
         slot.publish()
     with waiting.outcome() as lease:
@@ -119,7 +122,9 @@ def test_a_busy_source_says_nothing_early(pair, ends, pool, monkeypatch):
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
     source.herald([payload])
-    put(source, payload, CONTENT)
+    with reserved(source, payload) as slot:
+        slot.buffer[:] = CONTENT
+        slot.publish()
     with waiting.outcome() as lease:
         assert bytes(lease.buffer) == CONTENT
     assert waiting.views == []
@@ -129,7 +134,7 @@ def test_a_preview_that_raises_loses_nothing(pair, ends, pool):
     source, target = ends
     payload = payload_of(pair, "r1")
 
-    def preview(payload, view):
+    def preview(payload, view, head):
         raise MemoryError("no room for a view")
 
     def wait():
@@ -138,40 +143,12 @@ def test_a_preview_that_raises_loses_nothing(pair, ends, pool):
     waiting = pool.submit(wait)
     while not source._offers._waiting:
         time.sleep(0.001)
-    with source.reserve(payload, len(CONTENT)) as slot:
-        slot.written(0, 4)
+    with reserved(source, payload) as slot:
         with pytest.raises(MemoryError):
             waiting.result(timeout=60)
         slot.buffer[:] = CONTENT
         slot.publish()
     assert take(pair, target, payload) == CONTENT
-
-
-class Recorder:
-    """A link that keeps what it is given to send."""
-
-    def __init__(self):
-        self.said = []
-
-    def send(self, message):
-        self.said.append(message)
-
-
-def test_a_target_that_is_gone_is_told_nothing_more(ends):
-    source, _ = ends
-    shelf, link, gone = ShmShelf(source.pool, source._lock), Recorder(), Recorder()
-    [room] = shelf.take([64])
-    shelf._share = lambda link, room: None
-    for one in (link, gone):
-        shelf.link_ready(one)
-        shelf.herald(one, 7)
-        shelf.promise(one, 7, room)
-    shelf.link_gone(gone)
-    shelf.wrote(room, 0, 8)
-    shelf.wrote(room, 0, 8)
-    assert gone.said == [Soon(7)]
-    assert link.said == [Soon(7), Forming(7, room.segment.number, room.offset, room.nbytes)]
-    shelf.give(room)
 
 
 def test_a_receiver_prepares_its_part_before_the_data_is_written_and_reads_it_once(monkeypatch, pool):

@@ -148,7 +148,7 @@ def start_posing(world):
     return target, connection
 
 
-@pytest.mark.parametrize("place", [Ready(1, 1, 0, 0, 4096), Forming(1, 0, 0, 4096)], ids=["ready", "forming"])
+@pytest.mark.parametrize("place", [Ready(1, 1, 0, 0, 4096), Forming(1, 0, 0, 4096, b"head")], ids=["ready", "forming"])
 def test_d16_a_payload_outside_of_the_shared_memory_is_an_error_and_not_a_fault(world, in_thread, place):
     target, source = start_posing(world)
     waiting = in_thread(lambda: target.get(world.payload("r1"), deadline=time.monotonic() + SOON_S))

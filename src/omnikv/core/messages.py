@@ -19,6 +19,8 @@ from omnikv.errors import RemoteProtocolError
 PROTOCOL_VERSION = 3
 # The longest packet of the control channel; longer ones are refused unread.
 MAX_MESSAGE_NBYTES = 65536
+# The longest head of a payload that is told ahead of it.
+MAX_FORMING_HEAD_NBYTES = 49152
 # The longest cause or reason that is sent; longer ones are cut.
 MAX_REASON_CHARS = 4096
 
@@ -146,15 +148,16 @@ class Soon(msgspec.Struct, frozen=True, array_like=True, tag="soon"):
 
 
 class Forming(msgspec.Struct, frozen=True, array_like=True, tag="forming"):
-    """Where memory is shared: what an ask waits for is being written there, and its head is final.
+    """Where memory is shared: what an ask waits for is being written there, and will begin with `head`.
 
-    No answer, and no promise that there will be a good one: it tells where to look once Ready says so.
+    No answer, and no promise that there will be a good one: it tells what to prepare for, should Ready come.
     """
 
     ask: Count
     segment: Count
     offset: Count
     nbytes: Count
+    head: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_FORMING_HEAD_NBYTES)]
 
 
 class Over(msgspec.Struct, frozen=True, array_like=True, tag="over"):

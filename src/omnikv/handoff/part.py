@@ -15,8 +15,7 @@ from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
-from omnikv.core.wire import PREFIX_NBYTES, Extension, Header, TensorSpan, show
-from omnikv.core.wire_decode import head_nbytes
+from omnikv.core.wire import Extension, Header, TensorSpan, show
 from omnikv.errors import OmniKVError, RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
 from omnikv.tensors.borrow import address_of
@@ -78,15 +77,15 @@ class Prepared:
         return address_of(memory) == self.address and bytes(memory[: len(self.head)]) == self.head
 
 
-def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview) -> Prepared | None:
-    """The views of a part of which only the head is written yet, for `read_part`; None where that cannot be."""
+def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview, head: bytes) -> Prepared | None:
+    """The views of a part that is being written and has this head, for `read_part`; None where that cannot be."""
     try:
-        head = bytes(memory[: head_nbytes(memory[:PREFIX_NBYTES], len(memory))])
-        read = _read(identity, piece, memory)
+        read = _read(identity, piece, memory, head)
     except OmniKVError:
         # Said when the part itself comes, should it be so by then.
         return None
     header, address = read.payload.header, address_of(memory)
+    head = head[: len(memory) - header.data_nbytes]
     if header.scope != "header" or not can_stay_in_place(header, address + len(head)):
         # A checksum over what is not written, or copies of it.
         return None
@@ -112,7 +111,7 @@ def read_part(
     return Arrived(piece, lease, read.payload, read.pairs, content.regions, content.num_tokens, received)
 
 
-def _read(identity: PayloadId, piece: Piece, memory: memoryview) -> _Read:
+def _read(identity: PayloadId, piece: Piece, memory: memoryview, head: bytes | None = None) -> _Read:
     payload = decode_payload(
         memory,
         request_id=identity.transfer_id,
@@ -121,6 +120,7 @@ def _read(identity: PayloadId, piece: Piece, memory: memoryview) -> _Read:
         require_checksum=True,
         # Lent for as long as the lease is held, like the tensors.
         in_place=True,
+        head=head,
     )
     _check_origin(payload, identity)
     header, extension = payload.header, payload.header.extension

@@ -52,9 +52,9 @@ class RoleFetch:
             return []
         return [identity for identity in self._pieces if identity not in self._arrived]
 
-    def prepare(self, identity: PayloadId, memory: memoryview) -> None:
+    def prepare(self, identity: PayloadId, memory: memoryview, head: bytes) -> None:
         """Nothing; does ahead what `take` would do for a part that is being written into `memory`."""
-        self._prepared[identity] = prepare_part(identity, self._pieces[identity], memory)
+        self._prepared[identity] = prepare_part(identity, self._pieces[identity], memory, head)
 
     def take(self, identity: PayloadId, outcome: Lease | OmniKVError) -> None:
         """Nothing; keeps a part that came, and puts the role together when it was the last; or keeps why it cannot."""
@@ -136,8 +136,8 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
     """
     waiting = {identity: fetch for fetch in fetches for identity in fetch.missing}
 
-    def prepare(identity: PayloadId, memory: memoryview) -> None:
-        waiting[identity].prepare(identity, memory)
+    def prepare(identity: PayloadId, memory: memoryview, head: bytes) -> None:
+        waiting[identity].prepare(identity, memory, head)
 
     with closing(transport.get_as_ready(list(waiting), deadline=deadline, preview=prepare)) as arrivals:
         for identity, outcome in arrivals:

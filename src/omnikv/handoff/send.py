@@ -96,7 +96,7 @@ def publish_all(
     """
     with _ReceiversTold(transport, [identity for identity, _ in plans]), ExitStack() as stack:
         parts = [(identity, LentPayload(plan) if transport.lends else plan) for identity, plan in plans]
-        wanted = [PutRequest(identity, part.nbytes) for identity, part in parts]
+        wanted = [PutRequest(identity, part.nbytes, head=part.head) for identity, part in parts]
         slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
         for slot, (identity, part) in zip(slots, parts, strict=True):
             with _copy_faults_mapped(identity):

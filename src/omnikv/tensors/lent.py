@@ -41,6 +41,8 @@ class LentPayload:
             raise ConfigError(
                 "a lent payload is not read at its source, so it can have no checksum; leave checksum out"
             )
+        # Where it will lie is not known before it is lent.
+        self.head = b""
         spans = plan.header.spans
         if 1 + 2 * len(spans) > MAX_SPANS:
             raise ConfigError(f"{len(spans)} tensors are more than can be lent; send without the option lend")

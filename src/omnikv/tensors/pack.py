@@ -46,7 +46,7 @@ def _no_one(begin: int, end: int) -> None:
 class PayloadPlan:
     """A payload that is laid out and not yet written: `nbytes` in all, `header` as its reader will see it."""
 
-    __slots__ = ("_head", "header", "nbytes", "sources")
+    __slots__ = ("_head", "head", "header", "nbytes", "sources")
 
     def __init__(self, header: Header, sources: Sequence[TensorSource]) -> None:
         """`sources` are the tensors of `header.spans`, in that order."""
@@ -54,6 +54,8 @@ class PayloadPlan:
         head = encode_head(header)
         # A checksum over the head alone is known by now.
         self._head = seal(head, xxhash.xxh3_128(head).hexdigest()) if header.scope == "header" else head
+        # How it begins, where that can be known before its data is written.
+        self.head = b"" if header.scope == "all" else self._head
         self.sources = tuple(sources)
         self.nbytes = len(self._head) + header.data_nbytes
 
@@ -70,15 +72,11 @@ class PayloadPlan:
 
         Raises:
             ConfigError: `buffer` is read-only, not contiguous, of another size, or not aligned to 16 bytes.
-            Exception: what a tensor's source raises; what `buffer` holds then is no payload.
+            Exception: what a tensor's source raises; `buffer` then holds no payload.
         """
         view = contiguous_bytes(buffer)
         room = _as_target(view, self.nbytes)
         start = len(self._head)
-        if self.header.scope == "header":
-            # First, since its reader can prepare for the rest by it.
-            view[:start] = self._head
-            written(0, start)
         data = room[start:]
         _zero_gaps(data, self.header.spans)
         first = room.data_ptr()
@@ -87,10 +85,12 @@ class PayloadPlan:
             move_all(moves, threads, lambda begin, end: written(begin - first, end - first))
         else:
             self._fill(data, threads, lambda out: _tell(written, out, first))
+        head = self._head
         if self.header.scope == "all":
-            hasher = xxhash.xxh3_128(self._head)
+            hasher = xxhash.xxh3_128(head)
             hasher.update(view[start:])
-            view[:start] = seal(self._head, hasher.hexdigest())
+            head = seal(head, hasher.hexdigest())
+        view[:start] = head
 
     def on_device(self, device: torch.device) -> torch.Tensor:
         """The payload as a new 1-D uint8 tensor on `device`. Plan it without a checksum: the data is not read there.

@@ -63,6 +63,7 @@ def decode_payload(
     verify: bool = True,
     require_checksum: bool = False,
     in_place: bool = False,
+    head: bytes | None = None,
 ) -> DecodedPayload:
     """The payload in `buffer`, in full; its tensors live as long as the memory behind `buffer` is left in place.
 
@@ -70,15 +71,16 @@ def decode_payload(
     and the tensors are not to be written.
 
     `request_id` and `target_rank`, where given, must be the payload's own. A checksum that is carried is compared
-    unless `verify` is off. `require_checksum` refuses payloads without one, as released engines write them.
+    unless `verify` is off. `require_checksum` refuses payloads without one, as released engines write them. `head` is
+    the payload's, where `buffer` does not hold it yet; its data must not be looked at before it is written.
 
     Raises:
         WireError: the bytes are no payload we can trust; `reason` and `offset` say why.
         ConfigError: `buffer` is not contiguous memory.
     """
     view = contiguous_bytes(buffer)
-    start = head_nbytes(view[:PREFIX_NBYTES], view.nbytes)
-    head = bytes(view[:start])
+    start = head_nbytes(view[:PREFIX_NBYTES] if head is None else head, view.nbytes)
+    head = bytes(view[:start]) if head is None else head[:start]
     header = decode_head(head, view.nbytes)
     check_digest_presence(header, require_checksum)
     if verify:

@@ -6,7 +6,7 @@ from omnikv.core.keys import PayloadId
 from omnikv.errors import OmniKVError
 from omnikv.transports.bell import Bell
 from omnikv.transports.links import Link
-from omnikv.transports.window import PairLease
+from omnikv.transports.window import PairLease, Preparation
 
 
 class Ask:
@@ -22,8 +22,8 @@ class Ask:
         self.error: OmniKVError | None = None
         self.is_absent = False
         self.is_curious = False
-        # Where the payload is being written, for whoever asked to see that, until it was seen.
-        self.forming: memoryview | None = None
+        # Where the payload is being written, for whoever wants to know, until it was told.
+        self.forming: Preparation | None = None
         # What is there instead, as far as its source said.
         self.others: tuple[str, ...] = ()
 

@@ -99,16 +99,20 @@ class Endpoint:
         return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
 
 
-# Looks at a payload's memory before it is published: its head is final, the rest is not.
-Preview = Callable[[PayloadId, memoryview], None]
+# Hears in which memory a payload is being written, and how it will begin.
+Preview = Callable[[PayloadId, memoryview, bytes], None]
 
 
 class PutRequest(NamedTuple):
-    """Room that is wanted for one payload; `num_readers` of its target rank's will read it (None: all that it has)."""
+    """Room that is wanted for one payload; `num_readers` of its target rank's will read it (None: all that it has).
+
+    `head` is how it will begin, for receivers that wait to prepare by; empty where that is not known yet.
+    """
 
     payload: PayloadId
     nbytes: int
     num_readers: int | None = None
+    head: bytes = b""
 
 
 class Slot(AbstractContextManager["Slot"]):
@@ -238,9 +242,9 @@ class Transport(ABC):
 
         Ends when all were given or at `deadline`; what is absent by then is not given. Closing it early gives up the
         rest. `preview` may be called meanwhile, by this generator, with the memory in which a payload that is waited
-        for is being written, to prepare for it: nothing that it sees may be used before the payload itself comes. This
-        default never does, and asks for one after the other; a transport that can wait for several at once overrides
-        it, so that one sender's failure is known although another's payload is still waited for.
+        for is being written, and its head, to prepare for it: nothing of it may be used before the payload itself
+        comes. This default never does, and asks for one after the other; a transport that can wait for several at once
+        overrides it, so that one sender's failure is known although another's payload is still waited for.
         """
         for payload in payloads:
             outcome = self._get_or_error(payload, deadline)

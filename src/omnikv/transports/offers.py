@@ -119,10 +119,10 @@ class Offers(Generic[Room]):
                 # Where it is closed by now, the shelf is too, and the rooms with it.
                 self._require_open()
                 self._shelf.taken()
-                for ticket, room in zip(tickets, rooms, strict=True):
+                for wanted, ticket, room in zip(requests, tickets, rooms, strict=True):
                     self._ledger.furnish(ticket, room)
                     for link, ask in self._waiting.get(ticket.payload, ()):
-                        self._shelf.promise(link, ask, room)
+                        self._shelf.promise(link, ask, room, wanted.head)
             on_failure.pop_all()
         return [PairSlot(self, ticket, self._shelf, room) for ticket, room in zip(tickets, rooms, strict=True)]
 
@@ -280,7 +280,7 @@ class Offers(Generic[Room]):
         self._ledger.interest(payload, (link, want.ask), time.monotonic())
         room = self._ledger.room_being_written(payload)
         if room is not None:
-            self._shelf.promise(link, want.ask, room)
+            self._shelf.promise(link, want.ask, room, b"")
 
     def _acknowledge(self, link: Link, lease: int, now: float) -> None:
         if not self._ledger.acknowledge(lease, link, now):

@@ -134,7 +134,7 @@ class OneSidedShelf:
     def herald(self, link: Link, ask: int) -> None:
         """Nothing; what comes first over the network tells enough."""
 
-    def promise(self, link: Link, ask: int, room: Shelved) -> None:
+    def promise(self, link: Link, ask: int, room: Shelved, head: bytes) -> None:
         """Nothing; what is read on its own is read once it is published."""
 
     def wrote(self, room: Shelved, begin: int, end: int) -> None:

@@ -36,8 +36,11 @@ class Shelf(Protocol[Room]):
     def herald(self, link: Link, ask: int) -> None:
         """`ask` waits for a payload that is about to be written: the peer may be told, where that is worth it."""
 
-    def promise(self, link: Link, ask: int, room: Room) -> None:
-        """`ask` waits for the payload that is being written into `room`; what is written may be sent ahead."""
+    def promise(self, link: Link, ask: int, room: Room, head: bytes) -> None:
+        """`ask` waits for the payload that is being written into `room`; what is written may be sent ahead.
+
+        It will begin with `head`, empty where that is not known.
+        """
 
     def wrote(self, room: Room, begin: int, end: int) -> None:
         """These bytes are final, before the payload is published. Called without the lock."""

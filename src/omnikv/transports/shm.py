@@ -7,8 +7,8 @@ the other, and nobody polls. Over a connection (`shm_door`, `shm_link`, and `lin
 both say Hello with their identity and facts and judge the other's; only the same user may speak. A target then sends
 Want (`wants`); the source answers Ready at once or when the payload is published, straight from the publishing thread,
 or Over (`offers`, with the table of `ledger`). Who waits already is told Soon when the sender begins, and Forming where
-the payload will lie once its head is written, so that it is awake and prepared (`shm_shelf`). Before the first Ready in
-a segment its descriptor travels over the connection, once (`shm_shelf`); the target maps it and reads the payload in
+the payload will lie and how it will begin, so that it is awake and prepared (`shm_shelf`). Before the first Ready in a
+segment its descriptor travels over the connection, once (`shm_shelf`); the target maps it and reads the payload in
 place (`shm_window`). Ack ends the payload's life at the source, Return makes it ready again, and so does the end of the
 connection. When several connections of one pair come up, the target uses the first whose greeting ends and closes the
 others; the source answers on whichever it was asked.
@@ -27,6 +27,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from omnikv.errors import TransportUnavailable
@@ -106,10 +107,7 @@ class ShmTransport(PairTransport):
             prefault_nbytes=prefault_nbytes if is_source else 0,
             poison=is_debugging() if debug is None else debug,
         )
-        super().__init__(endpoint, ShmSockets(endpoint), shelf=self._open_shelf, window=ShmWindow)
-
-    def _open_shelf(self) -> ShmShelf:
-        return ShmShelf(self._pool, self._lock)
+        super().__init__(endpoint, ShmSockets(endpoint), shelf=partial(ShmShelf, self._pool), window=ShmWindow)
 
     @property
     def pool(self) -> Pool:

@@ -1,18 +1,17 @@
 """How a shm source shows its payloads: a segment's descriptor travels once, then a few numbers say where to look.
 
-A target that waits is told ahead, unless the source is busy: that its payload is about to be written, and where, once
-its head is. So it is awake, and has prepared its views of the tensors, when the payload is shown.
+A target that waits is told ahead, unless the source is busy: that its payload is about to be written, then where, and
+how it will begin. So it is awake, and has prepared its views of the tensors, when the payload is shown.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from omnikv.core.messages import Forming, Ready, Retired, Segment, Soon
+from omnikv.core.messages import MAX_FORMING_HEAD_NBYTES, Forming, Ready, Retired, Segment, Soon
 from omnikv.errors import RemoteProtocolError
 from omnikv.transports.links import Link
 from omnikv.transports.shm_link import ShmLink
@@ -25,13 +24,9 @@ AWAKE_S = 0.001
 class ShmShelf:
     """The pool of a source, and which of its segments each target has been told of."""
 
-    def __init__(self, pool: Pool, lock: threading.Lock) -> None:
-        """`lock` is the transport's."""
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._lock = lock
         self._told: dict[Link, set[int]] = {}
-        # Who is to be told where a payload is being written once its head is, by its room.
-        self._promised: dict[Room, list[tuple[Link, int]]] = {}
         self._shown_at = -math.inf
 
     def take(self, sizes: Sequence[int]) -> list[Room]:
@@ -48,14 +43,12 @@ class ShmShelf:
 
     def give(self, room: Room) -> None:
         """Nothing; the room is free again."""
-        self._promised.pop(room, None)
         self._pool.give(room)
 
     def show(self, link: Link, ask: int, lease: int, room: Room) -> None:
         """Nothing; tells the target where to look."""
         self._share(link, room)
         link.send(Ready(ask, lease, room.segment.number, room.offset, room.nbytes))
-        self._promised.pop(room, None)
         self._shown_at = time.monotonic()
 
     def herald(self, link: Link, ask: int) -> None:
@@ -63,18 +56,14 @@ class ShmShelf:
         if not self._is_busy():
             link.send(Soon(ask))
 
-    def promise(self, link: Link, ask: int, room: Room) -> None:
-        """Nothing; the target will be told where to look once there is something to see."""
-        if not self._is_busy():
-            self._promised.setdefault(room, []).append((link, ask))
+    def promise(self, link: Link, ask: int, room: Room, head: bytes) -> None:
+        """Nothing; what is read in place is not sent ahead, but a target that knows its head can prepare for it."""
+        if 0 < len(head) <= MAX_FORMING_HEAD_NBYTES and not self._is_busy():
+            self._share(link, room)
+            link.send(Forming(ask, room.segment.number, room.offset, room.nbytes, head))
 
     def wrote(self, room: Room, begin: int, end: int) -> None:
-        """Nothing; what is read in place need not be sent ahead, but with its head a payload can be prepared for."""
-        if begin == 0 and room in self._promised:
-            with self._lock:
-                for link, ask in self._promised.pop(room, ()):
-                    self._share(link, room)
-                    link.send(Forming(ask, room.segment.number, room.offset, room.nbytes))
+        """Nothing; it is read in place, all of it together."""
 
     def taken(self) -> None:
         """Nothing; segments that made way for others may be unmapped by their readers."""
@@ -97,10 +86,8 @@ class ShmShelf:
         self._told[link] = set()
 
     def link_gone(self, link: Link) -> None:
-        """Nothing; forgets what the target saw, and was to see."""
+        """Nothing; forgets what the target saw."""
         self._told.pop(link, None)
-        for asks in self._promised.values():
-            asks[:] = [entry for entry in asks if entry[0] is not link]
 
     def close(self) -> None:
         """Nothing; descriptors are given back, memory goes with the last view of it."""

@@ -30,7 +30,7 @@ class ShmWindow:
         if isinstance(message, Ready):
             return Arrival(message.ask, message.lease, self._find(link, message))
         if isinstance(message, Forming):
-            return Preparation(message.ask, self._find(link, message))
+            return Preparation(message.ask, self._find(link, message), message.head)
         if isinstance(message, Soon):
             return Preparation(message.ask)
         if isinstance(message, Segment):

@@ -87,7 +87,7 @@ class TcpShelf:
     def herald(self, link: Link, ask: int) -> None:
         """Nothing; what comes first over the network tells enough."""
 
-    def promise(self, link: Link, ask: int, stretch: Stretch) -> None:
+    def promise(self, link: Link, ask: int, stretch: Stretch, head: bytes) -> None:
         """Nothing; tells a target that waits that the payload is being written, and may be pulled as it is."""
         self._show(link, stretch)
         link.send(Coming(ask, stretch.token, stretch.room.nbytes))

@@ -248,7 +248,7 @@ class Wants:
             self.arrive(link, told)
         elif told is not None and self.is_expected(link, told.ask):
             ask = self._asks[told.ask]
-            ask.forming = told.view or ask.forming
+            ask.forming = ask.forming if told.view is None else told
             # Awake, it is at hand when the payload comes.
             ask.changed.ring()
 
@@ -278,18 +278,18 @@ class Wants:
         self._window.close()
 
     def _next_of(self, asks: Collection[Ask], preview: Preview | None) -> Ask | None:
-        """An ask that is settled; else one that there is something to see of, where somebody wants to see it."""
+        """An ask that is settled; else one that there is something to tell of, where somebody wants to know."""
         settled = next((ask for ask in asks if ask.is_settled), None)
         if settled is not None or preview is None:
             return settled
         return next((ask for ask in asks if ask.forming is not None), None)
 
     def _show(self, ask: Ask, preview: Preview) -> None:
-        """Nothing; `preview` has seen where the payload is being written, and the payload itself came if it could."""
+        """Nothing; `preview` knows where the payload is being written, and the payload itself came if it could."""
         with self._lock:
-            view, ask.forming = ask.forming, None
-        if view is not None:
-            preview(ask.payload, view)
+            forming, ask.forming = ask.forming, None
+        if forming is not None and forming.view is not None:
+            preview(ask.payload, forming.view, forming.head)
         with self._lock:
             if ask.link is not None and not ask.is_settled:
                 # It may have come meanwhile; the transport's thread would have to wake this one for it.

@@ -32,10 +32,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A payload that `ask` waits for is on its way: it is being written into `view`, or soon will be somewhere."""
+    """A payload that `ask` waits for is on its way: it is being written into `view`, or soon will be somewhere.
+
+    In `view` it will begin with `head`.
+    """
 
     ask: int
     view: memoryview | None = None
+    head: bytes = b""
 
 
 class Window(Protocol):
