@@ -253,14 +253,20 @@ def test_room_that_a_lane_still_read_when_its_payload_ended_lets_the_next_in(wor
     (token,) = shown
     read_still = shelf.pin(link, token)
     lease.acknowledge()
-    assert source.drain(deadline=time.monotonic() + SOON_S) == 0
-    with ThreadPoolExecutor(1) as pool:
+    until = time.monotonic() + SOON_S
+    while source.census()["released"] == 0 and time.monotonic() < until:
+        source.drain(deadline=time.monotonic() + 0.001)
+    # Whoever drains waits for the room as those do who want it.
+    assert source.drain(deadline=0.0) == 1
+    with ThreadPoolExecutor(2) as pool:
+        draining = pool.submit(source.drain, deadline=time.monotonic() + SOON_S)
         wanted = [PutRequest(world.payload("next"), 3 * MIB)]
         waiting = pool.submit(source.reserve_all, wanted, deadline=time.monotonic() + SOON_S)
         while not source._source._waiting_room._row.waiting:
             assert not waiting.done()
             time.sleep(0.001)
         shelf.release(read_still)
+        assert draining.result() == 0
         (slot,) = waiting.result()
         slot.drop()
 

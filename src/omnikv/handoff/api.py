@@ -217,7 +217,9 @@ class KVSender(_RouteEnd):
         return self._transport.census()
 
     def drain(self, *, timeout_s: float) -> int:
-        """How many payloads are still not acknowledged once all are, or `timeout_s` has passed.
+        """How many payloads that were sent still have their room once none has, or `timeout_s` has passed.
+
+        One has it until all of its readers closed it, or it ended otherwise and nobody reads it any more.
 
         Raises:
             ConfigError: `timeout_s` is no number of seconds.

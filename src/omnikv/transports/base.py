@@ -292,7 +292,10 @@ class Transport(ABC):
 
     @abstractmethod
     def drain(self, *, deadline: float) -> int:
-        """How many published payloads are still not acknowledged once all are, or `deadline` (monotonic) passes."""
+        """How many published payloads still have their room once none has, or `deadline` (monotonic seconds) passes.
+
+        One has it until it is acknowledged by all of its readers, or has ended otherwise and nobody reads it any more.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -246,7 +246,7 @@ class FaultyTransport(Transport):
         return self._inner.census()
 
     def drain(self, *, deadline: float) -> int:
-        """How many published payloads are still not acknowledged once all are, or `deadline` passes."""
+        """How many published payloads still have their room once none has, or `deadline` passes."""
         return self._inner.drain(deadline=deadline)
 
     def close(self) -> None:

@@ -85,13 +85,13 @@ class Ledger(Generic[Room]):
         self._next_generation = 1
         self._next_lease = 1
         self._ends: Counter[str] = Counter()
-        # Counted rather than looked for: `drain` asks after every acknowledgement.
-        self._ready = 0
+        # Counted rather than looked for: `drain` asks whenever room came back.
+        self._held = 0
 
     @property
-    def unacknowledged(self) -> int:
-        """How many payloads are published and not acknowledged by all of their readers."""
-        return self._ready
+    def held(self) -> int:
+        """How many payloads that were published still have their room: they are ready, or ended and still read."""
+        return self._held
 
     @property
     def next_expiry(self) -> float | None:
@@ -103,7 +103,7 @@ class Ledger(Generic[Room]):
         lives = [record.life for record in self._records.values()]
         return {
             "announced": sum(life.phase is Phase.ANNOUNCED for life in lives),
-            "ready": self._ready,
+            "ready": sum(life.phase is Phase.READY for life in lives),
             "leased": sum(bool(life.grips) for life in lives),
             **{name: self._ends[name] for name in ("released", "expired", "failed", "aborted")},
         }
@@ -296,7 +296,7 @@ class Ledger(Generic[Room]):
 
     def _note(self, record: _Record[Room], before: Life, life: Life) -> None:
         """Keeps the counts, the due times and the bounds in step with a life."""
-        self._ready += (life.phase is Phase.READY) - (before.phase is Phase.READY)
+        self._held += _is_held(life) - _is_held(before)
         if life.expires_at != before.expires_at:
             self._due.pop(record, None)
             if life.expires_at is not None:
@@ -316,6 +316,10 @@ class Ledger(Generic[Room]):
             if len(self._ended) > MAX_ENDS:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest], self._records[oldest.payload]
+
+
+def _is_held(life: Life) -> bool:
+    return life.has_room and not life.is_written
 
 
 def _is_live(ticket: Ticket[Room]) -> bool:

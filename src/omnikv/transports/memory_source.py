@@ -110,14 +110,14 @@ class MemorySource:
             self._ledger.abort(payload, cause, time.monotonic())
 
     def drain(self, deadline: float) -> int:
-        """How many payloads are still not acknowledged once all are, or `deadline` passes."""
+        """How many published payloads still have their room once none has, or `deadline` passes."""
         while True:
             with self._exchange.lock:
                 until = min(deadline, self._expire())
-            self._exchange.changed.wait_for(lambda: self._ledger.unacknowledged == 0 or None, until)
+            self._exchange.changed.wait_for(lambda: self._ledger.held == 0 or None, until)
             with self._exchange.lock:
                 self._expire()
-                left = self._ledger.unacknowledged
+                left = self._ledger.held
             if left == 0 or time.monotonic() >= deadline:
                 return left
 

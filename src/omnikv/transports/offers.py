@@ -150,19 +150,18 @@ class Offers(Generic[Room]):
         with self._lock:
             self._require_open()
             self._ledger.fail(payload, cause, time.monotonic())
-            self._settled.ring()
 
     def abort(self, payload: PayloadId, cause: str) -> None:
         """As `fail`, for a payload that nobody needs any more."""
         with self._lock:
             self._require_open()
             self._ledger.abort(payload, cause, time.monotonic())
-            self._settled.ring()
 
     def drain(self, deadline: float) -> int:
-        """How many payloads are still not acknowledged once all are, or `deadline` passes."""
-        self._settled.wait_for(lambda: self._ledger.unacknowledged == 0 or None, deadline)
-        return self._ledger.unacknowledged
+        """How many published payloads still have their room once none has, or `deadline` passes."""
+        self._settled.wait_for(lambda: self._num_held() == 0 or None, deadline)
+        with self._lock:
+            return self._num_held()
 
     def census(self) -> dict[str, int]:
         """How many payloads stand where, and how many lives have ended in which way."""
@@ -194,13 +193,11 @@ class Offers(Generic[Room]):
         self._shelf.link_gone(link)
         self._ledger.lapse(link, link.life, now)
         self._set_alarm()
-        self._settled.ring()
 
     def on_time(self, now: float) -> None:
         """Something may have expired."""
         self._ledger.expire(now)
         self.due_at = self._ledger.next_expiry
-        self._settled.ring()
 
     def handle(self, link: Link, message: Any, extra: Any) -> None:
         """A target asks, takes back, acknowledges or returns."""
@@ -210,7 +207,6 @@ class Offers(Generic[Room]):
             self._want(link, message)
         elif isinstance(message, Ack):
             self._acknowledge(link, message.lease, time.monotonic())
-            self._settled.ring()
         elif isinstance(message, Return):
             self._ledger.give_back(message.lease, link, time.monotonic())
         elif isinstance(message, Unwant):
@@ -224,6 +220,7 @@ class Offers(Generic[Room]):
     def room_came_back(self) -> None:
         """Nothing; whoever waits for room tries again. For shelves that get room back later than it was given."""
         self._waiting_room.freed()
+        self._settled.ring()
 
     def stopped(self, error: BaseException | None) -> None:
         """Nothing is offered any more; `drain` ends, and so does waiting for room."""
@@ -257,7 +254,10 @@ class Offers(Generic[Room]):
 
     def _free(self, room: Room) -> None:
         self._shelf.give(room)
-        self._waiting_room.freed()
+        self.room_came_back()
+
+    def _num_held(self) -> int:
+        return self._ledger.held + self._shelf.num_lingering
 
     def _set_alarm(self) -> None:
         due_at = self._ledger.next_expiry

@@ -64,6 +64,9 @@ class OneSidedShelf:
     `count` counts and logs what goes wrong.
     """
 
+    # A target that reads on without its lease reads what nobody confirms, so its room is free.
+    num_lingering = 0
+
     def __init__(
         self,
         memory: RegisteredPool,

@@ -14,6 +14,10 @@ Room = TypeVar("Room")
 class Shelf(Protocol[Room]):
     """Where a source's payloads lie, and how its targets come to see them. All but `take` and `view` with the lock."""
 
+    @property
+    def num_lingering(self) -> int:
+        """How many rooms were given back and are not free yet, for something still reads them; none once closed."""
+
     def take(self, sizes: Sequence[int]) -> list[Room]:
         """Room for payloads of these sizes in bytes, for all of them or for none. Called without the lock.
 

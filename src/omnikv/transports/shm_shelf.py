@@ -24,6 +24,8 @@ AWAKE_S = 0.001
 class ShmShelf:
     """The pool of a source, and which of its segments each target has been told of."""
 
+    num_lingering = 0
+
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._told: dict[Link, set[int]] = {}

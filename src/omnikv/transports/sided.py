@@ -142,7 +142,7 @@ class SidedTransport(Transport):
         return {} if self._source is None else self._source.census()
 
     def drain(self, *, deadline: float) -> int:
-        """How many published payloads are still not acknowledged once all are, or `deadline` passes."""
+        """How many published payloads still have their room once none has, or `deadline` passes."""
         return 0 if self._source is None else self._source.drain(deadline)
 
     def _as_source(self, payload: PayloadId) -> SourceRole:

@@ -38,10 +38,17 @@ class TcpShelf:
         self._lanes = lanes
         self._lock = lock
         self._next_token = 1
+        self._num_lingering = 0
+        self._is_closed = False
         # Whether the lane thread has yet to look at what changed.
         self._will_go_on = False
         self._shown: dict[Link, dict[int, Stretch]] = {}
         self._open_lanes: dict[Link, set[ServingLane]] = {}
+
+    @property
+    def num_lingering(self) -> int:
+        """How many rooms were given back and are still read by a lane; none once closed."""
+        return 0 if self._is_closed else self._num_lingering
 
     def take(self, sizes: Sequence[int]) -> list[Stretch]:
         """Room for all payloads or for none; the pool may grow. Called without the lock.
@@ -72,6 +79,7 @@ class TcpShelf:
             del self._shown[link][stretch.token]
         stretch.shown_to.clear()
         if stretch.pins:
+            self._num_lingering += 1
             self._look_again()
         else:
             self._pool.give(stretch.room)
@@ -118,6 +126,7 @@ class TcpShelf:
 
     def close(self) -> None:
         """Nothing; nothing can be pulled any more."""
+        self._is_closed = True
         self._pool.close()
 
     def lane_up(self, stream: Stream, peer: Claim, count: Callable[[str, str], None]) -> None:
@@ -148,6 +157,7 @@ class TcpShelf:
         stretch.pins -= 1
         if stretch.is_over and not stretch.pins:
             self._pool.give(stretch.room)
+            self._num_lingering -= 1
             self._room_came_back()
 
     def release(self, stretch: Stretch) -> None:
