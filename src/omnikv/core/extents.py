@@ -33,11 +33,6 @@ class Extents:
         return self.nbytes - sum(self._taken.values())
 
     @property
-    def largest_hole_nbytes(self) -> int:
-        """The most that one `take` can get."""
-        return max((end - start for start, end in self._holes()), default=0)
-
-    @property
     def is_empty(self) -> bool:
         """Whether nothing is taken."""
         return not self._taken

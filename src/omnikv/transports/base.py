@@ -80,7 +80,8 @@ class Endpoint:
         last = MAX_READERS - 1 if self.side == "target" else 0
         if not (isinstance(self.reader, int) and 0 <= self.reader <= last):
             raise ConfigError(f"reader must be 0 to {last} at a {self.side}, got {self.reader!r}")
-        if not (isinstance(self.payload_ttl_s, (int, float)) and self.payload_ttl_s > 0):
+        is_time = isinstance(self.payload_ttl_s, (int, float)) and not isinstance(self.payload_ttl_s, bool)
+        if not is_time or not self.payload_ttl_s > 0:
             raise ConfigError(f"payload_ttl_s must be a number of seconds above 0, got {self.payload_ttl_s!r}")
 
     @property
