@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from omnikv import Edge, Layout, PagedKV, Parallel, PayloadId, Route
 from omnikv.core.boxes import Region, Span
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import Stripe
-from omnikv.core.wire import Extension, Header, encode_head, lay_out, seal
-from omnikv.errors import ConfigError, RemoteProtocolError, WireError
+from omnikv.core.wire import PREFIX_NBYTES, UNSEALED, Extension, Header, encode_head, lay_out, seal
+from omnikv.errors import ConfigError, ReceiveTimeout, RemoteProtocolError, WireError
 from omnikv.handoff import part as part_module
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.cut import own_layers
 from omnikv.handoff.part import _kept_content_of, prepare_part, read_part
+from omnikv.handoff.receive import RoleFetch
 from omnikv.handoff.send import plan_piece
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import KVCacheTransferData, plan_payload
@@ -323,3 +325,37 @@ class TestAPartThatIsPreparedWhileItIsWritten:
         plan.write_into(lease.buffer)
         assert prepared.fits(lease.buffer)
         self.assert_holds(read_part(identity, piece, lease, 0.0, prepared), layers)
+
+    def test_a_head_that_is_shorter_than_it_says_is_no_head(self, begun):
+        piece, _, identity, plan, _ = begun
+        longer = len(plan.head) + 64
+        head = (longer - PREFIX_NBYTES).to_bytes(PREFIX_NBYTES, "big") + plan.head[PREFIX_NBYTES:]
+        head = seal(head, xxhash.xxh3_128(seal(head, UNSEALED)).hexdigest())
+        assert prepare_part(identity, piece, Held(plan.nbytes).buffer, head) is None
+
+    def test_the_same_head_before_less_data_is_read_anew(self, begun):
+        piece, _, identity, plan, lease = begun
+        prepared = prepare_part(identity, piece, lease.buffer, plan.head)
+        plan.write_into(lease.buffer)
+        lease.buffer = lease.buffer[:-1]
+        with pytest.raises(WireError):
+            read_part(identity, piece, lease, 0.0, prepared)
+
+    @pytest.mark.parametrize("more", [b"", b',"ck":"xxh3_128.header.' + b"0" * 32 + b'"}'])
+    def test_data_that_is_not_written_is_not_hashed(self, begun, more, monkeypatch):
+        piece, layers, identity, _, _ = begun
+        *_, plan, lease = self.planned(piece, layers, checksum=True)
+        plan.write_into(lease.buffer)
+        head = bytes(lease.buffer[: plan.nbytes - plan.header.data_nbytes])
+        monkeypatch.setattr(part_module, "decode_payload", None)
+        assert prepare_part(identity, piece, lease.buffer, head + more) is None
+
+    def test_it_is_not_kept_alive_where_it_does_not_come(self, begun):
+        piece, _, identity, plan, lease = begun
+        fetch = RoleFetch("primary", [(identity, piece)], ROUTE_OF_ONE.target_boxes[0])
+        fetch.prepare(identity, lease.buffer, plan.head)
+        view = weakref.ref(fetch._prepared[identity].read.pairs[0].key)
+        with pytest.raises(ReceiveTimeout) as caught:
+            fetch.require()
+        assert caught.value.__traceback__ is not None
+        assert view() is None

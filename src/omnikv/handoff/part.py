@@ -15,7 +15,8 @@ from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
-from omnikv.core.wire import Extension, Header, TensorSpan, show
+from omnikv.core.wire import Extension, Header, TensorSpan, show, split_digest
+from omnikv.core.wire_decode import head_nbytes
 from omnikv.errors import OmniKVError, RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
 from omnikv.tensors.borrow import address_of
@@ -69,27 +70,34 @@ class Prepared:
     """A part that was looked at while it was being written: `read`, should this head lie there in the end as well."""
 
     address: int
+    nbytes: int
     head: bytes
     read: _Read
 
     def fits(self, memory: memoryview) -> bool:
         """Whether that is what lies in `memory` now."""
-        return address_of(memory) == self.address and bytes(memory[: len(self.head)]) == self.head
+        is_there = len(memory) == self.nbytes and address_of(memory) == self.address
+        return is_there and bytes(memory[: len(self.head)]) == self.head
 
 
 def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview, head: bytes) -> Prepared | None:
     """The views of a part that is being written and has this head, for `read_part`; None where that cannot be."""
     try:
+        nbytes = head_nbytes(head, len(memory))
+        head = head[:nbytes]
+        digest = split_digest(head)
+        if len(head) < nbytes or digest is None or digest.scope != "header":
+            # Cut short, or with a checksum over what is not written.
+            return None
         read = _read(identity, piece, memory, head)
     except OmniKVError:
         # Said when the part itself comes, should it be so by then.
         return None
-    header, address = read.payload.header, address_of(memory)
-    head = head[: len(memory) - header.data_nbytes]
-    if header.scope != "header" or not can_stay_in_place(header, address + len(head)):
-        # A checksum over what is not written, or copies of it.
+    address = address_of(memory)
+    if not can_stay_in_place(read.payload.header, address + nbytes):
+        # Copies of what is not written.
         return None
-    return Prepared(address, head, read)
+    return Prepared(address, len(memory), head, read)
 
 
 def read_part(

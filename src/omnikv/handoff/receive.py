@@ -117,7 +117,7 @@ class RoleFetch:
             self.kv.give_back()
         for part in self._arrived.values():
             part.lease.release()
-        self.kv, self._arrived = None, {}
+        self.kv, self._arrived, self._prepared = None, {}, {}
 
     def __enter__(self) -> RoleFetch:
         return self
