@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -182,3 +183,43 @@ def test_a_receiver_prepares_its_part_before_the_data_is_written_and_reads_it_on
         with waiting.result(timeout=60) as kv:
             assert_same(kv.layers, layers)
     assert len(decoded) == 1
+
+
+def test_an_interruption_while_the_payload_is_looked_for_gives_it_to_the_next_who_asks(pair, ends, pool, monkeypatch):
+    source, target = ends
+    payload = payload_of(pair, "r1")
+    shown, published, interrupted = Event(), Event(), Event()
+
+    def preview(payload, view, head):
+        [link] = target._target._sources.values()
+        receive = link.receive
+
+        def interrupting():
+            if threading.current_thread() is not target._loop._thread:
+                for _ in receive():
+                    interrupted.set()
+                    raise KeyboardInterrupt
+            elif interrupted.is_set():
+                # Too late before.
+                yield from receive()
+
+        monkeypatch.setattr(link, "receive", interrupting)
+        shown.set()
+        assert published.wait(60)
+
+    def wait():
+        with pytest.raises(KeyboardInterrupt):
+            list(target.get_as_ready([payload], deadline=time.monotonic() + 60, preview=preview))
+
+    waiting = pool.submit(wait)
+    while not source._offers._waiting:
+        time.sleep(0.001)
+    with reserved(source, payload) as slot:
+        assert shown.wait(60)
+        slot.buffer[:] = CONTENT
+        slot.publish()
+        published.set()
+    waiting.result(timeout=60)
+    assert interrupted.is_set()
+    assert take(pair, target, payload) == CONTENT
+    assert drained(pair, source) == 0

@@ -42,5 +42,6 @@ class Ask:
         self, *, lease: PairLease | None = None, error: OmniKVError | None = None, is_absent: bool = False
     ) -> None:
         """Nothing; wakes the waiting thread with its answer."""
-        self.lease, self.error, self.is_absent = lease, error, is_absent
+        # Whoever waits looks once the lock is free, and is woken even if Ctrl-C comes in between.
         self.changed.ring()
+        self.lease, self.error, self.is_absent = lease, error, is_absent

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any, Protocol
 
 from omnikv.core.messages import Hello, Refused, spell_reason
@@ -164,9 +164,16 @@ class LinkLoop:
             self._wake()
 
     def hear(self, link: Link) -> None:
-        """Nothing; takes what `link` has brought, in the caller's thread and at once. Call with the lock."""
+        """Nothing; takes what `link` has brought, in the caller's thread and at once. Call with the lock.
+
+        Ctrl-C comes to callers' threads only, and may lose a message that was read: the link ends with it, so that the
+        peer takes back what it gave.
+        """
         if link in self._ready:
-            self._hear(link)
+            with ExitStack() as on_interruption:
+                on_interruption.callback(self.forget, link)
+                self._hear(link)
+                on_interruption.pop_all()
 
     def forget(self, link: Link) -> None:
         """Nothing; ends `link` and tells the role. Idempotent."""
