@@ -190,6 +190,48 @@ def test_a_ready_that_crosses_the_end_of_its_ask_is_given_back(world):
     assert source.recv(1 << 17) == encode(Return(5))
 
 
+def test_a_source_that_tells_ahead_without_end_does_not_keep_anybody_waiting_past_the_deadline(world, in_thread):
+    target, source = start_posing(world)
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    socket.send_fds(source, [encode(Segment(0, 4096))], [fd])
+    os.close(fd)
+    forming = encode(Forming(1, 0, 0, 4096, b"head"))
+    deadline = time.monotonic() + 1.0
+    seen = []
+
+    def preview(payload, view, head):
+        assert time.monotonic() < deadline + SOON_S
+        seen.append(head)
+        source.send(forming)
+
+    waiting = in_thread(lambda: list(target.get_as_ready([world.payload("r1")], deadline=deadline, preview=preview)))
+    assert b"want" in source.recv(1 << 17)
+    source.send(forming)
+    assert waiting.result() == []
+    assert seen
+
+
+def test_a_target_that_reads_nothing_is_not_cut_off_for_what_it_is_told_ahead(world):
+    source = world.open("source")
+    asleep = world.knock("source")
+    asleep.send(world.hello("target"))
+    asleep.send(encode(Want(1, "r1", "primary", 0, True)))
+    while not source._offers._waiting:
+        time.sleep(0.001)
+    payload = world.payload("r1")
+    for _ in range(2 * MAX_QUEUED_MESSAGES):
+        source.herald([payload])
+    assert source.counters == {}
+    with source.reserve(payload, 7) as slot:
+        slot.buffer[:] = b"payload"
+        slot.publish()
+    last = b""
+    while not last.startswith(b"\x96\xa5ready"):
+        last = asleep.recv(1 << 17)
+
+
 @pytest.mark.parametrize("word", [Absent(77), Soon(77)], ids=["absent", "soon"])
 def test_words_to_no_ask_are_ignored(world, word):
     target, source = start_posing(world)

@@ -1,7 +1,7 @@
 """How a shm source shows its payloads: a segment's descriptor travels once, then a few numbers say where to look.
 
-A target that waits is told ahead, unless the source is busy: that its payload is about to be written, then where, and
-how it will begin. So it is awake, and has prepared its views of the tensors, when the payload is shown.
+A target that waits and reads is told ahead, unless the source is busy: that its payload is about to be written, then
+where, and how it will begin. So it is awake, and has prepared its views of the tensors, when the payload is shown.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ShmShelf:
 
     def herald(self, link: Link, ask: int) -> None:
         """Nothing; wakes a target that may have fallen asleep."""
-        if not self._is_busy():
+        if self._may_tell_ahead(link):
             link.send(Soon(ask))
 
     def promise(self, link: Link, ask: int, room: Room, head: bytes) -> None:
         """Nothing; what is read in place is not sent ahead, but a target that knows its head can prepare for it."""
-        if 0 < len(head) <= MAX_FORMING_HEAD_NBYTES and not self._is_busy():
+        if 0 < len(head) <= MAX_FORMING_HEAD_NBYTES and self._may_tell_ahead(link):
             self._share(link, room)
             link.send(Forming(ask, room.segment.number, room.offset, room.nbytes, head))
 
@@ -95,9 +95,11 @@ class ShmShelf:
         """Nothing; descriptors are given back, memory goes with the last view of it."""
         self._pool.close()
 
-    def _is_busy(self) -> bool:
-        """Whether targets are awake anyway: early words would only take time from what is under way."""
-        return time.monotonic() - self._shown_at < AWAKE_S
+    def _may_tell_ahead(self, link: Link) -> bool:
+        """Whether early words are worth it: not where targets are awake anyway, for they take time from what is under
+        way, nor where one does not read, for they would only fill its queue.
+        """
+        return time.monotonic() - self._shown_at >= AWAKE_S and not link.has_queue
 
     def _share(self, link: Link, room: Room) -> None:
         """Nothing; the target sees the memory."""

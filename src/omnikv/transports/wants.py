@@ -89,7 +89,7 @@ class Wants:
                     asks[ask.number] = ask
                     self._pursue(ask)
             while asks:
-                settled = changed.wait_for(lambda: self._next_of(asks.values(), preview), limit)
+                settled = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
                 if settled is None:
                     return
                 if not settled.is_settled:
@@ -277,10 +277,10 @@ class Wants:
                 ask.settle(error=closed)
         self._window.close()
 
-    def _next_of(self, asks: Collection[Ask], preview: Preview | None) -> Ask | None:
-        """An ask that is settled; else one that there is something to tell of, where somebody wants to know."""
+    def _next_of(self, asks: Collection[Ask], preview: Preview | None, limit: float) -> Ask | None:
+        """An ask that is settled; else one that there is something to tell of, where somebody wants to know in time."""
         settled = next((ask for ask in asks if ask.is_settled), None)
-        if settled is not None or preview is None:
+        if settled is not None or preview is None or time.monotonic() >= limit:
             return settled
         return next((ask for ask in asks if ask.forming is not None), None)
 
