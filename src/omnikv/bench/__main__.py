@@ -149,7 +149,9 @@ def run_across(options: argparse.Namespace, command: str) -> int:
     run = Across(
         sizes=sizes,
         small=small,
-        engines=[measure_engine(name, size, options.rounds) for name in engines for size in options.sizes],
+        engines=[
+            measure_engine(name, size, rounds_at(size, options.rounds)) for name in engines for size in options.sizes
+        ],
         engine_deaths=[measure_engine_death(name, options.deaths) for name in engines],
     )
     sys.stdout.write(across_to_text(run, command))

@@ -1,9 +1,12 @@
 """Mooncake and NIXL between two processes over their TCP, beside the same engine driven bare in the same run.
 
-A round reads the same number of bytes twice: bare, by one call of the engine from memory that it knows into memory that
-it knows, asked after until it is there, without a pause where asking is what moves it; and through our transport over
-that engine, from the payload's publication to the receiver's lease, what is said included. The receiver waits already.
-One warm-up round is not counted.
+A round reads the same number of bytes twice, in an order of its own: bare, by one call of the engine over a connection
+that stands, asked after until it is there, without a pause where asking is what moves it; and through our transport
+over that engine, from the payload's publication to the receiver's lease, what is said included. Both ways read memory
+that was mapped, touched and made known to the engine long before, which the source wrote just now, after the receiver
+had looked at what it read last; and both begin once the receiver waits and all is quiet. Each process keeps to its half
+of the cores, as two hosts would. Our rate is told as a multiple of the bare one of its round. One warm-up round is not
+counted.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import random
 import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +33,7 @@ from omnikv.core.keys import Edge, PayloadId
 from omnikv.errors import ProducerFailed, TransportError, TransportUnavailable
 from omnikv.transports.base import Endpoint, Side
 from omnikv.transports.one_sided import OneSidedTransport
-from omnikv.transports.one_sided_engine import Engine
+from omnikv.transports.one_sided_engine import Engine, Place
 from omnikv.transports.registry import open_transport
 from omnikv.transports.shm_map import make_segment
 
@@ -118,24 +122,20 @@ def measure_engine(engine: str, size_mib: int, rounds: int) -> EngineResult:
     """
     way, nbytes, total = new_way(engine), size_mib << 20, WARM_UP_ROUNDS + rounds
     with ExitStack() as stack:
-        source = stack.enter_context(closing(way.open("source", nbytes)))
         pipe = stack.enter_context(_process(_receive, way, nbytes, total))
+        stack.enter_context(_in_half(0))
+        source = stack.enter_context(closing(way.open("source", nbytes)))
         memory = stack.enter_context(_known(source.engine, nbytes))
-        ctypes.memset(memory.address, 1, nbytes)
         pipe.send((source.engine.hail(), memory.word, memory.address))
         bare, ours, content = [], [], True
         for number in range(total):
-            with _served(source.engine):
-                bare.append(float(_hear(pipe)))
-            with source.reserve(way.payload(number), nbytes) as slot:
-                _fill(slot.buffer, number)
-                _hear(pipe)
-                time.sleep(SETTLE_S)
-                started_ns = time.monotonic_ns()
-                slot.publish()
-            ours.append((int(_hear(pipe)) - started_ns) / 1e6)
-            content &= bool(_hear(pipe))
-            source.drain(deadline=time.monotonic() + TIMEOUT_S)
+            for is_bare in _order_of(number):
+                if is_bare:
+                    bare.append(_show_bare(pipe, source, memory, number))
+                else:
+                    ours.append(_send(pipe, source, way.payload(number), nbytes, number))
+                content &= bool(_hear(pipe))
+                source.drain(deadline=time.monotonic() + TIMEOUT_S)
     bare, ours = bare[WARM_UP_ROUNDS:], ours[WARM_UP_ROUNDS:]
     return EngineResult(
         engine=engine,
@@ -157,26 +157,62 @@ def measure_engine_death(engine: str, deaths: int) -> EngineDeath:
     return EngineDeath(engine=engine, noticed_ms=Spread.of([_kill_one(new_way(engine)) for _ in range(deaths)]))
 
 
+def _order_of(number: int) -> list[bool]:
+    """In which order a round takes the ways, the same at both ends; true is the bare one."""
+    return random.Random(number).sample([True, False], 2)
+
+
+def _show_bare(pipe: Connection, source: OneSidedTransport, memory: _Memory, number: int) -> float:
+    """How many milliseconds the receiver's engine takes to read `memory`."""
+    _fill(memory.view, number)
+    _hear(pipe)
+    time.sleep(SETTLE_S)
+    with _served(source.engine):
+        pipe.send("read")
+        return float(_hear(pipe))
+
+
+def _send(pipe: Connection, source: OneSidedTransport, payload: PayloadId, nbytes: int, number: int) -> float:
+    """How many milliseconds a payload takes from its publication to the receiver's lease."""
+    with source.reserve(payload, nbytes) as slot:
+        _fill(slot.buffer, number)
+        _hear(pipe)
+        time.sleep(SETTLE_S)
+        started_ns = time.monotonic_ns()
+        slot.publish()
+    return (int(_hear(pipe)) - started_ns) / 1e6
+
+
 def _receive(pipe: Connection, way: Way, nbytes: int, total: int) -> None:
-    with closing(way.open("target", nbytes)) as target, _known(target.engine, nbytes) as memory:
+    with _in_half(1), closing(way.open("target", nbytes)) as target, _known(target.engine, nbytes) as memory:
         engine = target.engine
         hail, word, remote = pipe.recv()
         source = engine.learn(hail)
         if word:
             engine.learn(word)
         for number in range(total):
-            began = time.perf_counter()
-            reading = engine.start(source, memory.address, [(remote, nbytes)])
-            while not reading.poll():
-                if not engine.needs_serving:
-                    time.sleep(PAUSE_S)
-            pipe.send((time.perf_counter() - began) * 1e3)
-            pipe.send("waiting")
-            lease = target.get(way.payload(number), deadline=time.monotonic() + TIMEOUT_S)
-            pipe.send(time.monotonic_ns())
-            assert lease is not None
-            pipe.send(bytes(lease.buffer[::4096]) == bytes([number % 251]) * (-(-nbytes // 4096)))
-            lease.acknowledge()
+            for is_bare in _order_of(number):
+                pipe.send("waiting")
+                if is_bare:
+                    pipe.recv()
+                    pipe.send(_read_bare(engine, source, memory.address, (remote, nbytes)))
+                    pipe.send(_is_whole(memory.view, number))
+                    continue
+                lease = target.get(way.payload(number), deadline=time.monotonic() + TIMEOUT_S)
+                pipe.send(time.monotonic_ns())
+                assert lease is not None
+                pipe.send(_is_whole(lease.buffer, number))
+                lease.acknowledge()
+
+
+def _read_bare(engine: Engine, source: str, local: int, place: Place) -> float:
+    """How many milliseconds one read takes."""
+    began = time.perf_counter()
+    reading = engine.start(source, local, [place])
+    while not reading.poll():
+        if not engine.needs_serving:
+            time.sleep(PAUSE_S)
+    return (time.perf_counter() - began) * 1e3
 
 
 def _kill_one(way: Way) -> float:
@@ -219,6 +255,7 @@ def _serve_and_wait(pipe: Connection, way: Way) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
+    view: memoryview
     address: int
     word: bytes
 
@@ -231,9 +268,27 @@ def _known(engine: Engine, nbytes: int) -> Iterator[_Memory]:
     address = ctypes.addressof(anchor)
     word = engine.register(address, nbytes)
     try:
-        yield _Memory(address, word)
+        yield _Memory(view, address, word)
     finally:
         engine.unregister(address)
+
+
+@contextmanager
+def _in_half(which: int) -> Iterator[None]:
+    """Meanwhile this process and all threads that it starts keep to one half of its cores, if it has two."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = cores[which::2] or cores
+    _keep_to(half)
+    try:
+        yield
+    finally:
+        _keep_to(cores)
+
+
+def _keep_to(cores: Iterable[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 @contextmanager
@@ -287,3 +342,8 @@ def _hear(pipe: Connection) -> Any:
 
 def _fill(buffer: memoryview, number: int) -> None:
     torch.frombuffer(buffer, dtype=torch.uint8).fill_(number % 251)
+
+
+def _is_whole(buffer: memoryview, number: int) -> bool:
+    """Whether every page is what `_fill` wrote, as far as that can be told without reading all of it."""
+    return bytes(buffer[::4096]) == bytes([number % 251]) * (-(-len(buffer) // 4096))
