@@ -108,11 +108,18 @@ class MooncakeEngine:
         Raises:
             EngineFault: the source's engine was not reached, or took nothing.
         """
-        locals_, remotes, sizes = zip(*one_by_one(local, places), strict=True)
-        batch = self._engine.batch_transfer_async_read(source, list(locals_), list(remotes), list(sizes))
-        if batch <= 0:
-            raise EngineFault("batch_transfer_async_read", batch)
-        return _Batch(self._engine, batch)
+        batches: list[int] = []
+        refusal: EngineFault | None = None
+        for to, remote, nbytes in one_by_one(local, places):
+            # One for each place: what the engine says of a batch is true of the first read in it alone.
+            batch = self._engine.batch_transfer_async_read(source, [to], [remote], [nbytes])
+            if batch <= 0:
+                refusal = EngineFault("batch_transfer_async_read", batch)
+                break
+            batches.append(batch)
+        if refusal is not None and not batches:
+            raise refusal
+        return _Batches(self._engine, batches, refusal)
 
     def write(self, peer: str, locals_: list[int], remotes: list[int], sizes: list[int]) -> int:
         """The engine's code of writing each stretch here to its place at `peer`, 0 when all went well. Blocks."""
@@ -127,12 +134,13 @@ class MooncakeEngine:
         """Nothing; others of this process may be using it, and later ones will."""
 
 
-class _Batch:
-    """One read of the engine's."""
+class _Batches:
+    """One read, in a batch of the engine's for each of its places, but for those that it took no more."""
 
-    def __init__(self, engine: Any, batch: int) -> None:
+    def __init__(self, engine: Any, batches: list[int], fault: EngineFault | None) -> None:
         self._engine = engine
-        self._batch = batch
+        self._batches = batches
+        self._fault = fault
 
     def poll(self) -> bool:
         """Whether every byte is here.
@@ -140,10 +148,19 @@ class _Batch:
         Raises:
             EngineFault: a slice of it ended badly.
         """
-        code = self._engine.transfer_check_status(self._batch)
+        self._batches = [batch for batch in self._batches if not self._has_ended(batch)]
+        if self._batches:
+            # What went wrong is said when the engine is done with the rest, too.
+            return False
+        if self._fault is not None:
+            raise self._fault
+        return True
+
+    def _has_ended(self, batch: int) -> bool:
+        code = self._engine.transfer_check_status(batch)
         if code in (_UNDER_WAY, _SLOW):
             # What is slow may still come, so it is not over.
             return False
         if code != _DONE:
-            raise EngineFault("transfer_check_status", code)
+            self._fault = self._fault or EngineFault("transfer_check_status", code)
         return True

@@ -20,8 +20,10 @@ from omnikv.transports.one_sided_engine import Engine, EngineFault, Place, Readi
 
 TRIES = 3
 RETRY_S = 0.05
-# As long as something came lately, reads are asked after at once; then with pauses that grow.
+# Where asking moves a read, it is asked after without a pause for so long after something began or ended; elsewhere
+# asking takes time from the engine's own threads, and pauses are short as long as something began or ended lately.
 EAGER_S = 0.001
+LATELY_S = 0.1
 PAUSE_S = 0.00005
 LONGEST_PAUSE_S = 0.001
 # How long a source takes at most to answer a notice, before it is taken for lost.
@@ -82,6 +84,8 @@ class Puller(Generic[P]):
         self._is_stopped = False
         self._under_way: list[tuple[P, Reading, int]] = []
         self._again: list[tuple[float, P, int]] = []
+        # When a read began or ended last.
+        self._moved_at = 0.0
         # What the source's engine was told of, and until when the source ought to answer.
         self._told: deque[tuple[float, P]] = deque()
         self._log = logging.getLogger(f"omnikv.{name}")
@@ -114,11 +118,9 @@ class Puller(Generic[P]):
 
     def _run(self) -> None:
         try:
-            moved_at = time.monotonic()
             while self._turn():
-                if self._move():
-                    moved_at = time.monotonic()
-                self._pause(time.monotonic() - moved_at)
+                self._move()
+                self._pause()
             self._give_up_the_rest()
         except Exception as error:  # edge: top of the thread; the transport ends, and whoever waits is told  # noqa: BLE001
             self._broken(error)
@@ -149,8 +151,8 @@ class Puller(Generic[P]):
             if not wanted.is_sound:
                 self._doubt(wanted)
 
-    def _move(self) -> bool:
-        """Whether something ended; asks after everything that is under way, and tries again what is due."""
+    def _move(self) -> None:
+        """Nothing; asks after everything that is under way, and tries again what is due."""
         now = time.monotonic()
         due = [entry for entry in self._again if entry[0] <= now or self._is_stopped or entry[1].is_over]
         for entry in due:
@@ -166,7 +168,8 @@ class Puller(Generic[P]):
                     self._under_way.append(under_way[index])
             except EngineFault as fault:  # noqa: PERF203
                 self._failed(wanted, tries, fault)
-        return bool(due) or len(self._under_way) < len(under_way)
+        if len(self._under_way) < len(under_way):
+            self._moved_at = time.monotonic()
 
     def _went_well(self, wanted: P, tries: int) -> None:
         has_notified = bool(self._notice_of(wanted, tries))
@@ -194,6 +197,7 @@ class Puller(Generic[P]):
             self._failed(wanted, tries, fault)
             return
         self._under_way.append((wanted, reading, tries))
+        self._moved_at = time.monotonic()
 
     def _failed(self, wanted: P, tries: int, fault: EngineFault) -> None:
         if tries >= TRIES or self._is_stopped or wanted.is_over or wanted.is_sound:
@@ -209,17 +213,22 @@ class Puller(Generic[P]):
         except EngineFault as fault:
             self._log.warning("the engine does not take what a source said of itself: %s", fault)
 
-    def _pause(self, idle_s: float) -> None:
+    def _pause(self) -> None:
         if not self._under_way and not self._again:
             return
         with self._changed:
             if self._is_stopped:
                 self._changed.wait(GONE_PAUSE_S)
-            elif not self._inbox and self._under_way and idle_s > EAGER_S:
-                is_long = idle_s > EAGER_S * 100 and not self._engine.needs_serving
-                self._changed.wait(LONGEST_PAUSE_S if is_long else PAUSE_S)
-            elif not self._inbox and not self._under_way:
-                self._changed.wait(RETRY_S / 10)
+            elif not self._inbox:
+                self._changed.wait(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if not self._under_way:
+            return RETRY_S / 10
+        idle_s = time.monotonic() - self._moved_at
+        if self._engine.needs_serving:
+            return PAUSE_S if idle_s > EAGER_S else 0.0
+        return LONGEST_PAUSE_S if idle_s > LATELY_S else PAUSE_S
 
     def _give_up_the_rest(self) -> None:
         for _, wanted, _ in self._again:
