@@ -14,10 +14,11 @@ from omnikv.errors import WireError
 LIST = '"td":[{"n":"key_cache_0","x":true},{"n":"value_cache_0","x":true}]'
 OTHER_LIST = '"td":[]'
 REST = '"omnikv":{"v":1,"n":0},"ck":"xxh3_128.header.' + "0" * 32 + '"'
+SEAL = '"ck":"xxh3_128.header.' + "1" * 32 + '"'
 
 
-def framed(text: str) -> bytes:
-    raw = text.encode()
+def framed(text: str | bytes) -> bytes:
+    raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return len(raw).to_bytes(PREFIX_NBYTES, "big") + raw
 
 
@@ -28,7 +29,7 @@ def read(head: bytes) -> Header | tuple[str, str]:
         return str(error.reason), str(error)
 
 
-def read_both_ways(text: str) -> Header | tuple[str, str]:
+def read_both_ways(text: str | bytes) -> Header | tuple[str, str]:
     """What the head says, after checking that its list read apart and the head read whole agree."""
     head = framed(text)
     first, again = read(head), read(head)
@@ -88,6 +89,10 @@ def test_a_text_that_looks_like_the_list_changes_nothing(text):
         spelled(rest=REST.replace('"n":0', f'"n":{wire_decode._LIST_MARK}')),
         spelled(rest=REST + "," + REST),
         spelled(rest='"omnikv":null,' + REST),
+        spelled(rest=SEAL),
+        spelled() + "\f",
+        spelled(rest='"omnikv":null') + "\f",
+        spelled(rest='"omnikv":null') + "\v ",
     ],
 )
 def test_a_head_without_one_proper_list_is_refused_for_the_same_reason(text):
@@ -118,12 +123,24 @@ def test_requests_of_one_shape_share_their_list_and_nothing_else():
     assert first.metadata is not second.metadata
 
 
-pieces = st.sampled_from(
-    [LIST, OTHER_LIST, '"td":', "[", "]", ',"nl":1', "{", "}", '"', "\\", '"meta":', ",", "1", " "]
+MARKS = ["[", "]", "{", "}", '"', "\\", ",", "1", "9" * 30, "null", '"td":', ',"nl":1', '"meta":', '"omnikv":']
+SPACES = [" ", "\t", "\n", "\f", "\v", "\xa0", "é", "\ud800"]
+pieces = st.sampled_from([LIST, OTHER_LIST, REST, SEAL, SEAL + "}", *MARKS, *SPACES])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(pieces, max_size=12).map("".join),
+    st.sampled_from(["rid", "meta", "between", "lead", "rest"]),
+    st.sampled_from(["", "", " ", "\f", "}", SEAL + "}"]),
 )
+def test_no_place_of_a_list_makes_the_two_readings_differ(text, where, end):
+    read_both_ways(spelled(**{where: text}) + end)
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.lists(pieces, max_size=12).map("".join), st.sampled_from(["rid", "meta", "between", "lead", "rest"]))
-def test_no_place_of_a_list_makes_the_two_readings_differ(text, where):
-    read_both_ways(spelled(**{where: text}))
+@settings(deadline=None, max_examples=300)
+@given(st.lists(pieces, max_size=12).map("".join), st.sampled_from([bytes([255]), bytes([195]), bytes(1)]), st.data())
+def test_bytes_that_are_no_text_are_refused_alike(text, wrong, data):
+    raw = spelled(rest=text).encode("utf-8", "surrogatepass")
+    at = data.draw(st.integers(0, len(raw)))
+    read_both_ways(raw[:at] + wrong + raw[at:])

@@ -52,6 +52,7 @@ _LIST_START, _LIST_END = f'"{ENTRIES_KEY}":['.encode(), ',"nl":'
 _LIST_MARK = 20422042204220422042
 _MARK = str(_LIST_MARK)
 _MARK_BYTES = _MARK.encode()
+_JSON_SPACES = b" \t\n\r"
 # A longer head is parsed whole, so that what is kept stays small.
 _MAX_KEPT_NBYTES = 64 << 10
 _REST_KEYS = frozenset((ENTRIES_KEY, "nl", EXTENSION_KEY, DIGEST_KEY))
@@ -133,7 +134,7 @@ def decode_head(head: bytes, payload_nbytes: int) -> Header:
 def _load_fields(head: bytes) -> tuple[dict[str, Any], _Body | None]:
     """The head's fields and, where it is written as we write heads, what was read apart from them."""
     start, digest = head.find(_LIST_START), split_digest(head)
-    end = len(head.rstrip()) if digest is None else digest.at
+    end = len(head.rstrip(_JSON_SPACES)) if digest is None else digest.at
     if start < PREFIX_NBYTES or end <= start or len(head) > _MAX_KEPT_NBYTES:
         return _load_object(text_of(head)), None
     before = head[PREFIX_NBYTES:start]
@@ -207,7 +208,10 @@ def _body_in(body: bytes, *, is_sealed: bool) -> _Body:
     listed = _read_list(rest[ENTRIES_KEY], num_layers)
     data_nbytes = max((span.offset + span.nbytes for span in listed.spans), default=0)
     _check_tiled_spans(listed.spans, 0, data_nbytes)
-    return _Body(fields, listed._replace(tiled_nbytes=data_nbytes), _read_stated(fields.get(EXTENSION_KEY)))
+    stated = _read_stated(fields.get(EXTENSION_KEY))
+    if is_sealed and stated.extension is None:
+        raise ValueError("what is refused is said with the checksum that came")
+    return _Body(fields, listed._replace(tiled_nbytes=data_nbytes), stated)
 
 
 def _read_list(entries: object, num_layers: int) -> _Listed:
