@@ -98,6 +98,19 @@ def test_what_is_acknowledged_after_its_connection_broke_counts_too(ends):
     assert drained(source) == 0
 
 
+def test_what_is_acknowledged_after_its_connection_broke_counts_though_nothing_else_is_asked_for(ends):
+    world, source, target = ends
+    put(world, source, "r1")
+    lease = get(world, target, "r1")
+    (link,) = target._loop._ready
+    break_unread(source)
+    while link in target._loop._ready:
+        time.sleep(0.001)
+    lease.acknowledge()
+    assert drained(source) == 0
+    assert source.census()["released"] == 1
+
+
 def test_what_was_leased_anew_is_not_ended_by_the_acknowledgement_of_its_earlier_lease(ends):
     world, source, target = ends
     put(world, source, "r1")

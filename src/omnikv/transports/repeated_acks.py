@@ -60,7 +60,7 @@ class RepeatedAcks:
         link.send(ack)
 
     def are_owed(self, link: Link) -> bool:
-        """Whether something was acknowledged over `link` that may not have been heard, should it have ended."""
+        """Whether something was acknowledged that its source may not have heard, should `link` to it have ended."""
         assert link.seat is not None
         said = self._said.get(link.seat)
-        return said is not None and said.link is link and said.is_used
+        return said is not None and said.link.life == link.life and said.is_used

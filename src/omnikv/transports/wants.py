@@ -158,6 +158,7 @@ class Wants:
                 # The source takes the announcement for done.
                 self._announced.pop(lease.payload, None)
                 self._acks.say(link, message)
+                self._meet_if_owed(link)
             else:
                 link.send(message)
 
@@ -211,9 +212,7 @@ class Wants:
                 ask.settle(error=self._lost(link, ask.payload))
             elif ask.link is None and not ask.is_patient and not self.loop.is_greeting(link.seat):
                 ask.settle(is_absent=True)
-        if self._acks.are_owed(link) and not self.loop.has_ended:
-            with suppress(ConnectError):
-                self.loop.knock(link.seat)
+        self._meet_if_owed(link)
 
     @property
     def due_at(self) -> float | None:
@@ -333,6 +332,13 @@ class Wants:
         if link.is_over:
             # It was dead before it was asked, so this ask is one for its next life.
             ask.link = None
+
+    def _meet_if_owed(self, link: Link) -> None:
+        """Nothing; goes to the source anew if `link` to it has ended and may have taken an acknowledgement with it."""
+        assert link.seat is not None
+        if link.seat not in self._sources and self._acks.are_owed(link) and not self.loop.has_ended:
+            with suppress(ConnectError):
+                self.loop.knock(link.seat)
 
     def _send_interest(self, payload: PayloadId, *, is_given: bool) -> None:
         link = self._sources.get(Seat(payload.source_rank))
