@@ -155,3 +155,21 @@ def test_an_answer_to_nothing_frees_no_room_that_the_engine_still_fills(world):
     assert target.pool.used_nbytes
     target.engine.may_end.set()
     until(lambda: not target.pool.used_nbytes)
+
+
+def test_an_answer_to_what_still_waits_for_room_harms_nobody_who_gives_up(world):
+    source, target = world.source(), world.target(landing_nbytes=1 << 20)
+    for name in ("first", "second"):
+        put(source, world.payload(name), bytes(1 << 20))
+    held = target.get(world.payload("first"), deadline=soon())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(target.get, world.payload("second"), deadline=time.monotonic() + 1.0)
+        until(lambda: target._window._waiting)
+        (transfer,) = target._window._waiting
+        (link,) = source._loop._ready
+        with source._lock:
+            link.send(Sound(transfer.lease))
+        until(lambda: transfer.is_sound)
+        assert waiting.result(timeout=PATIENCE_S) is None
+    held.acknowledge()
+    assert take(target, world.payload("second")) == bytes(1 << 20)

@@ -128,7 +128,7 @@ class OneSidedWindow:
 
     def given_up(self, link: Link, ask: int) -> None:
         """Nothing; what is not read yet need not be."""
-        for transfer in self._transfers.get(link, {}).values():
+        for transfer in list(self._transfers.get(link, {}).values()):
             if transfer.ask == ask:
                 transfer.is_over = True
                 if transfer in self._waiting:
