@@ -99,6 +99,23 @@ def test_with_one_sender_the_tensors_are_views_and_detach_makes_them_the_readers
         assert_same(kv.layers, layers)
 
 
+def test_a_request_is_free_once_its_reader_closed_it_whatever_becomes_of_others(transport, namespace):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        assert sender.wait_until_free("read", timeout_s=0)
+        for request_id in ("read", "unread"):
+            sender.send(request_id, full_cache())
+        sender.send("read", full_cache(), role="cfg_text")
+        with receiver.receive("read", timeout_s=10):
+            assert not sender.wait_until_free("read", timeout_s=0)
+        assert sender.wait_until_free("read", timeout_s=10)
+        assert not sender.wait_until_free("read", role="cfg_text", timeout_s=0)
+        assert not sender.wait_until_free("unread", timeout_s=0.01)
+        sender.abort("unread")
+        assert sender.wait_until_free("unread", timeout_s=10)
+        with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
+            sender.wait_until_free("read", timeout_s="soon")
+
+
 def test_a_receiver_that_waits_is_woken_by_the_send(transport, namespace):
     layers = full_cache()
     with stages(one_to_one(namespace), transport) as ([sender], [receiver]), ThreadPoolExecutor(1) as pool:

@@ -49,6 +49,9 @@ def main():
                 sender.abort(*arguments)
             elif call == "drain":
                 answer = sender.drain(timeout_s=60)
+            elif call == "free":
+                request_id, timeout_s = arguments
+                answer = sender.wait_until_free(request_id, timeout_s=timeout_s)
             elif call == "census":
                 answer = sender.census()
             elif call == "resident":

@@ -101,6 +101,17 @@ def test_shuffled_blocks_of_four_ranks_arrive_at_two_bit_for_bit_through_a_pool_
         assert source.ask("census")["lent"] == 0
 
 
+def test_the_blocks_of_one_request_are_free_when_it_was_read_though_others_are_not(stages):
+    pair = stages()
+    (source,), ids = pair.sources, shuffled(BLOCKS, 3)
+    pair.send("read", ids)
+    pair.send("unread", ids)
+    assert not source.ask("free", "read", 0)
+    pair.receive(0, "read", ids)
+    assert source.ask("free", "read", 60)
+    assert not source.ask("free", "unread", 0)
+
+
 def test_a_sender_killed_while_its_caches_are_read_is_known_and_its_next_life_lends_again(stages, in_thread):
     pair = stages(blocks=512)
     (receiver,), ids = pair.receivers, shuffled(512, 0)

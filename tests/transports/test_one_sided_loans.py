@@ -58,6 +58,19 @@ def test_lent_blocks_come_in_their_order_between_what_was_written_and_are_given_
     assert source.census()["lent"] == 0
 
 
+def test_lent_memory_is_free_when_its_payload_was_aborted_and_its_reader_is_done(world, in_thread):
+    source, target, cache = world.source(lend=True), world.target(), Cache()
+    payload = world.payload("r")
+    lend(source, payload, cache.loan(5))
+    held = target.get(payload, deadline=soon())
+    source.abort(payload, "nobody needs it")
+    assert not source.wait_until_free([payload], deadline=0.0)
+    waiting = in_thread(lambda: source.wait_until_free([payload], deadline=soon()))
+    held.release()
+    assert waiting.result(timeout=PATIENCE_S)
+    assert source.census()["lent"] == 0
+
+
 def test_a_cache_is_registered_once_however_many_payloads_are_lent_of_it(world):
     source, target, cache = world.source(lend=True), world.target(), Cache()
     for number in range(200):

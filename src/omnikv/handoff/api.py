@@ -158,7 +158,7 @@ class KVSender(_RouteEnd):
         """What was published, once every target rank's payload is readable; `layers` may be reused at once.
 
         Not so where the transport was opened with the option `lend`: there the blocks of a `PagedKV` are read where
-        they lie, and must stay as they are until `census()["lent"]` is 0.
+        they lie, and must stay as they are until `wait_until_free` says that nobody reads them.
 
         `layers` holds one (key, value) pair a layer, each `[tokens, kv_heads, head_dim]` with this rank's heads in the
         route's order, or is a `PagedKV`. On a route with boxes, those are this rank's layers, ascending, and the
@@ -225,6 +225,19 @@ class KVSender(_RouteEnd):
             ConfigError: `timeout_s` is no number of seconds.
         """
         return self._transport.drain(deadline=time.monotonic() + seconds(timeout_s))
+
+    def wait_until_free(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0, timeout_s: float) -> bool:
+        """Whether nothing reads the request's memory any more, once that is so or `timeout_s` has passed; 0 only asks.
+
+        Its payloads to all target ranks have ended (closed by every reader, expired, failed or aborted), and no read of
+        them is under way. Where the transport lends, the blocks that were sent may be written again from then on; other
+        transports have copied them when `send` returns. True for a request that was never sent.
+
+        Raises:
+            ConfigError: the request id, role, attempt or `timeout_s` is none.
+        """
+        payloads = self._payloads(request_id, role, attempt)
+        return self._transport.wait_until_free(payloads, deadline=time.monotonic() + seconds(timeout_s))
 
     def __enter__(self) -> KVSender:
         return self

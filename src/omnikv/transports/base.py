@@ -134,7 +134,8 @@ class Slot(AbstractContextManager["Slot"]):
     def lend(self, loan: Loan) -> None:
         """The payload is what `loan` says, partly of this buffer and partly of its caller's memory, not the buffer.
 
-        Call once, before `publish`. The memory must stay as it is while the transport's `census` counts it as lent.
+        Call once, before `publish`. The memory must stay as it is until `Transport.wait_until_free` says that nobody
+        reads the payload.
 
         Raises:
             ConfigError: the transport does not lend (`Transport.lends`).
@@ -297,6 +298,14 @@ class Transport(ABC):
 
         One has it until it is acknowledged by all of its readers, or has ended otherwise and nobody reads it any more.
         """
+
+    def wait_until_free(self, payloads: Sequence[PayloadId], *, deadline: float) -> bool:
+        """Whether all the payloads have ended and nobody writes or reads them, once that is so or `deadline` passes.
+
+        Monotonic seconds; one that has passed asks at once. A payload that was never sent is free. What a payload was
+        made of is its caller's again then, where the transport lends. This default waits for all of this source's.
+        """
+        return self.drain(deadline=deadline) == 0
 
     @abstractmethod
     def close(self) -> None:

@@ -120,6 +120,10 @@ class BoundedTransport(Transport):
         """How many published payloads still have their room once none has, or `deadline` passes."""
         return self._inner.drain(deadline=deadline)
 
+    def wait_until_free(self, payloads: Sequence[PayloadId], *, deadline: float) -> bool:
+        """Whether all the payloads have ended and nobody writes or reads them."""
+        return self._inner.wait_until_free(payloads, deadline=deadline)
+
     def close(self) -> None:
         """Close what lies below. Idempotent."""
         self._inner.close()

@@ -142,6 +142,11 @@ class Ledger(Generic[Room]):
             ticket.record.room = room
         return is_live
 
+    def holds(self, payload: PayloadId) -> bool:
+        """Whether a life of `payload` goes on, or somebody still writes or reads what is left of one."""
+        record = self._records.get(payload)
+        return record is not None and record.life.has_room
+
     def room_being_written(self, payload: PayloadId) -> Room | None:
         """The room of a payload that is not published yet, or None where there is no such payload, or no room yet."""
         record = self._records.get(payload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -111,15 +111,13 @@ class MemorySource:
 
     def drain(self, deadline: float) -> int:
         """How many published payloads still have their room once none has, or `deadline` passes."""
-        while True:
-            with self._exchange.lock:
-                until = min(deadline, self._expire())
-            self._exchange.changed.wait_for(lambda: self._ledger.held == 0 or None, until)
-            with self._exchange.lock:
-                self._expire()
-                left = self._ledger.held
-            if left == 0 or time.monotonic() >= deadline:
-                return left
+        self._wait_for(lambda: self._ledger.held == 0, deadline)
+        with self._exchange.lock:
+            return self._ledger.held
+
+    def wait_until_free(self, payload: PayloadId, deadline: float) -> bool:
+        """Whether the payload has ended and nobody writes or reads it, once that is so or `deadline` passes."""
+        return self._wait_for(lambda: not self._ledger.holds(payload), deadline)
 
     def census(self) -> dict[str, int]:
         """How many payloads stand where, and how many lives have ended in which way."""
@@ -184,6 +182,18 @@ class MemorySource:
     def _while_waiting(self) -> float:
         self._require_open()
         return self._expire()
+
+    def _wait_for(self, is_so: Callable[[], bool], deadline: float) -> bool:
+        """Whether it is so by `deadline`; what expires meanwhile is seen to."""
+        while True:
+            with self._exchange.lock:
+                until = min(deadline, self._expire())
+            if self._exchange.changed.wait_for(lambda: is_so() or None, until):
+                return True
+            if time.monotonic() >= deadline:
+                with self._exchange.lock:
+                    self._expire()
+                    return is_so()
 
     def _expire(self) -> float:
         """When the next payload expires; those that are due have, by then."""

@@ -163,6 +163,10 @@ class Offers(Generic[Room]):
         with self._lock:
             return self._num_held()
 
+    def wait_until_free(self, payload: PayloadId, deadline: float) -> bool:
+        """Whether the payload has ended and nobody writes or reads it, once that is so or `deadline` passes."""
+        return bool(self._settled.wait_for(lambda: not self._ledger.holds(payload) or None, deadline))
+
     def census(self) -> dict[str, int]:
         """How many payloads stand where, and how many lives have ended in which way."""
         with self._lock:
@@ -251,6 +255,8 @@ class Offers(Generic[Room]):
                 self._ledger.furnish(ticket, room)
             for ticket in tickets:
                 self._ledger.drop(ticket, time.monotonic())
+            # Lives that never had room gave none back, and may be waited for.
+            self._settled.ring()
 
     def _free(self, room: Room) -> None:
         self._shelf.give(room)

@@ -18,6 +18,7 @@ class SourceRole(Protocol):
     def fail(self, payload: PayloadId, cause: str) -> None: ...
     def abort(self, payload: PayloadId, cause: str) -> None: ...
     def drain(self, deadline: float) -> int: ...
+    def wait_until_free(self, payload: PayloadId, deadline: float) -> bool: ...
     def census(self) -> dict[str, int]: ...
 
 
@@ -144,6 +145,14 @@ class SidedTransport(Transport):
     def drain(self, *, deadline: float) -> int:
         """How many published payloads still have their room once none has, or `deadline` passes."""
         return 0 if self._source is None else self._source.drain(deadline)
+
+    def wait_until_free(self, payloads: Sequence[PayloadId], *, deadline: float) -> bool:
+        """Whether all the payloads have ended and nobody writes or reads them, once that is so or `deadline` passes.
+
+        Raises:
+            ConfigError: a payload is not this source's.
+        """
+        return all(self._as_source(payload).wait_until_free(payload, deadline) for payload in payloads)
 
     def _as_source(self, payload: PayloadId) -> SourceRole:
         require_payload(self.name, self._endpoint, payload, "source")
