@@ -217,9 +217,7 @@ class KVSender(_RouteEnd):
         return self._transport.census()
 
     def drain(self, *, timeout_s: float) -> int:
-        """How many payloads that were sent still have their room once none has, or `timeout_s` has passed.
-
-        One has it until all of its readers closed it, or it ended otherwise and nobody reads it any more.
+        """How many payloads that were sent have not ended or are still read, once none is, or `timeout_s` has passed.
 
         Raises:
             ConfigError: `timeout_s` is no number of seconds.
@@ -229,9 +227,8 @@ class KVSender(_RouteEnd):
     def wait_until_free(self, request_id: str, *, role: str = PRIMARY_ROLE, attempt: int = 0, timeout_s: float) -> bool:
         """Whether nothing reads the request's memory any more, once that is so or `timeout_s` has passed; 0 only asks.
 
-        Its payloads to all target ranks have ended (closed by every reader, expired, failed or aborted), and no read of
-        them is under way. Where the transport lends, the blocks that were sent may be written again from then on; other
-        transports have copied them when `send` returns. True for a request that was never sent.
+        Its payloads have ended (closed by every reader, expired, failed or aborted), and no read of them is under way:
+        where the transport lends, the blocks may be written again. True for a request that was never sent.
 
         Raises:
             ConfigError: the request id, role, attempt or `timeout_s` is none.
