@@ -11,39 +11,42 @@ counted.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import random
 import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
+from omnikv.bench.across_engines_peer import (
+    TIMEOUT_S,
+    KnownMemory,
+    Way,
+    fill,
+    in_half,
+    known,
+    order_of,
+    receive,
+    serve_and_wait,
+    wait_for_nothing,
+)
 from omnikv.bench.measure import Spread
-from omnikv.core.keys import Edge, PayloadId
-from omnikv.errors import ProducerFailed, TransportError, TransportUnavailable
-from omnikv.transports.base import Endpoint, Side
+from omnikv.core.keys import PayloadId
+from omnikv.errors import TransportError, TransportUnavailable
 from omnikv.transports.one_sided import OneSidedTransport
-from omnikv.transports.one_sided_engine import Engine, Place
-from omnikv.transports.registry import open_transport
-from omnikv.transports.shm_map import make_segment
+from omnikv.transports.one_sided_engine import Engine
 
 ENGINES = ("mooncake", "nixl")
 WARM_UP_ROUNDS = 1
-TIMEOUT_S = 120.0
 # NIXL's network here; others would not be the same for both ways.
 UCX_TLS = "tcp,self"
 SETTLE_S = 0.005
-PAUSE_S = 0.00005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,36 +68,6 @@ class EngineDeath:
 
     engine: str
     noticed_ms: Spread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One edge over one engine, in a namespace of its own."""
-
-    engine: str
-    namespace: str
-    address: str
-
-    def open(self, side: Side, nbytes: int) -> OneSidedTransport:
-        """One end with room for two payloads of `nbytes`.
-
-        Raises:
-            TransportUnavailable: the engine is not installed, or does not start.
-        """
-        room = {"pool_nbytes" if side == "source" else "landing_nbytes": 2 * nbytes + (4 << 20)}
-        where = {"listen": self.address} if side == "source" else {"peers": {0: self.address}}
-        endpoint = Endpoint(edge=self._edge, side=side, rank=0, peer_ranks=(0,))
-        transport = open_transport(self.engine, endpoint, {**where, **room})
-        assert isinstance(transport, OneSidedTransport)
-        return transport
-
-    def payload(self, number: int) -> PayloadId:
-        """The identity of one round's payload."""
-        return PayloadId(edge=self._edge, transfer_id=f"bench-{number}", source_rank=0, target_rank=0)
-
-    @property
-    def _edge(self) -> Edge:
-        return Edge(from_stage="sender", to_stage="receiver", namespace=self.namespace)
 
 
 def new_way(engine: str) -> Way:
@@ -122,14 +95,14 @@ def measure_engine(engine: str, size_mib: int, rounds: int) -> EngineResult:
     """
     way, nbytes, total = new_way(engine), size_mib << 20, WARM_UP_ROUNDS + rounds
     with ExitStack() as stack:
-        pipe = stack.enter_context(_process(_receive, way, nbytes, total))
-        stack.enter_context(_in_half(0))
+        pipe = stack.enter_context(_process(receive, way, nbytes, total))
+        stack.enter_context(in_half(0))
         source = stack.enter_context(closing(way.open("source", nbytes)))
-        memory = stack.enter_context(_known(source.engine, nbytes))
+        memory = stack.enter_context(known(source.engine, nbytes))
         pipe.send((source.engine.hail(), memory.word, memory.address))
         bare, ours, content = [], [], True
         for number in range(total):
-            for is_bare in _order_of(number):
+            for is_bare in order_of(number):
                 if is_bare:
                     bare.append(_show_bare(pipe, source, memory, number))
                 else:
@@ -157,14 +130,9 @@ def measure_engine_death(engine: str, deaths: int) -> EngineDeath:
     return EngineDeath(engine=engine, noticed_ms=Spread.of([_kill_one(new_way(engine)) for _ in range(deaths)]))
 
 
-def _order_of(number: int) -> list[bool]:
-    """In which order a round takes the ways, the same at both ends; true is the bare one."""
-    return random.Random(number).sample([True, False], 2)
-
-
-def _show_bare(pipe: Connection, source: OneSidedTransport, memory: _Memory, number: int) -> float:
+def _show_bare(pipe: Connection, source: OneSidedTransport, memory: KnownMemory, number: int) -> float:
     """How many milliseconds the receiver's engine takes to read `memory`."""
-    _fill(memory.view, number)
+    fill(memory.view, number)
     _hear(pipe)
     time.sleep(SETTLE_S)
     with _served(source.engine):
@@ -175,7 +143,7 @@ def _show_bare(pipe: Connection, source: OneSidedTransport, memory: _Memory, num
 def _send(pipe: Connection, source: OneSidedTransport, payload: PayloadId, nbytes: int, number: int) -> float:
     """How many milliseconds a payload takes from its publication to the receiver's lease."""
     with source.reserve(payload, nbytes) as slot:
-        _fill(slot.buffer, number)
+        fill(slot.buffer, number)
         _hear(pipe)
         time.sleep(SETTLE_S)
         started_ns = time.monotonic_ns()
@@ -183,43 +151,11 @@ def _send(pipe: Connection, source: OneSidedTransport, payload: PayloadId, nbyte
     return (int(_hear(pipe)) - started_ns) / 1e6
 
 
-def _receive(pipe: Connection, way: Way, nbytes: int, total: int) -> None:
-    with _in_half(1), closing(way.open("target", nbytes)) as target, _known(target.engine, nbytes) as memory:
-        engine = target.engine
-        hail, word, remote = pipe.recv()
-        source = engine.learn(hail)
-        if word:
-            engine.learn(word)
-        for number in range(total):
-            for is_bare in _order_of(number):
-                pipe.send("waiting")
-                if is_bare:
-                    pipe.recv()
-                    pipe.send(_read_bare(engine, source, memory.address, (remote, nbytes)))
-                    pipe.send(_is_whole(memory.view, number))
-                    continue
-                lease = target.get(way.payload(number), deadline=time.monotonic() + TIMEOUT_S)
-                pipe.send(time.monotonic_ns())
-                assert lease is not None
-                pipe.send(_is_whole(lease.buffer, number))
-                lease.acknowledge()
-
-
-def _read_bare(engine: Engine, source: str, local: int, place: Place) -> float:
-    """How many milliseconds one read takes."""
-    began = time.perf_counter()
-    reading = engine.start(source, local, [place])
-    while not reading.poll():
-        if not engine.needs_serving:
-            time.sleep(PAUSE_S)
-    return (time.perf_counter() - began) * 1e3
-
-
 def _kill_one(way: Way) -> float:
-    with _process(_wait_for_nothing, way) as waiting:
+    with _process(wait_for_nothing, way) as waiting:
         context = multiprocessing.get_context("spawn")
         ready, said = context.Pipe()
-        source = context.Process(target=_serve_and_wait, args=(said, way), daemon=True, name="bench-source")
+        source = context.Process(target=serve_and_wait, args=(said, way), daemon=True, name="bench-source")
         source.start()
         try:
             _hear(ready)
@@ -232,63 +168,6 @@ def _kill_one(way: Way) -> float:
         finally:
             source.kill()
             source.join()
-
-
-def _wait_for_nothing(pipe: Connection, way: Way) -> None:
-    with closing(way.open("target", 1)) as target:
-        first = target.get(way.payload(0), deadline=time.monotonic() + TIMEOUT_S)
-        assert first is not None
-        first.acknowledge()
-        pipe.send("waiting")
-        with suppress(ProducerFailed):
-            target.get(way.payload(1), deadline=time.monotonic() + TIMEOUT_S)
-        pipe.send(time.monotonic_ns())
-
-
-def _serve_and_wait(pipe: Connection, way: Way) -> None:
-    with closing(way.open("source", 1)) as source:
-        with source.reserve(way.payload(0), 1) as slot:
-            slot.publish()
-        pipe.send("ready")
-        signal.pause()
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    view: memoryview
-    address: int
-    word: bytes
-
-
-@contextmanager
-def _known(engine: Engine, nbytes: int) -> Iterator[_Memory]:
-    """Warm memory that the engine knows."""
-    _, view = make_segment(nbytes)
-    anchor = ctypes.c_char.from_buffer(view)
-    address = ctypes.addressof(anchor)
-    word = engine.register(address, nbytes)
-    try:
-        yield _Memory(view, address, word)
-    finally:
-        engine.unregister(address)
-
-
-@contextmanager
-def _in_half(which: int) -> Iterator[None]:
-    """Meanwhile this process and all threads that it starts keep to one half of its cores, if it has two."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = cores[which::2] or cores
-    _keep_to(half)
-    try:
-        yield
-    finally:
-        _keep_to(cores)
-
-
-def _keep_to(cores: Iterable[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 @contextmanager
@@ -338,12 +217,3 @@ def _hear(pipe: Connection) -> Any:
     except (EOFError, OSError) as error:
         raise TransportError("a process of the benchmark ended early; its own output says why") from error
     raise TransportError(f"a process of the benchmark said nothing for {TIMEOUT_S} s")
-
-
-def _fill(buffer: memoryview, number: int) -> None:
-    torch.frombuffer(buffer, dtype=torch.uint8).fill_(number % 251)
-
-
-def _is_whole(buffer: memoryview, number: int) -> bool:
-    """Whether every page is what `_fill` wrote, as far as that can be told without reading all of it."""
-    return bytes(buffer[::4096]) == bytes([number % 251]) * (-(-len(buffer) // 4096))
