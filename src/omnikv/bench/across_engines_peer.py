@@ -1,4 +1,4 @@
-"""The other processes of the benchmark of engines, the receiver and one that is killed, and what both of its ends do."""
+"""The other processes of the benchmark of engines, a receiver and one that is killed, and what both of its ends do."""
 
 from __future__ import annotations
 
