@@ -89,21 +89,20 @@ class Wants:
                     asks[ask.number] = ask
                     self._pursue(ask)
             while asks:
-                settled = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
-                if settled is None:
+                known = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
+                if known is None:
                     return
-                if not settled.is_settled:
-                    assert preview is not None
-                    self._show(settled, preview)
+                if preview is not None and not known.is_settled:
+                    self._show(known, preview)
                     continue
                 with self._lock:
-                    del self._asks[settled.number]
-                error = None if settled.error is None else settled.pop_error()
-                outcome = settled.lease or error
+                    del self._asks[known.number]
+                error = None if known.error is None else known.pop_error()
+                outcome = known.lease or error
                 # The last thing before it is handed on: until then an interruption gives it back.
-                del asks[settled.number]
+                del asks[known.number]
                 if outcome is not None:
-                    yield settled.payload, outcome
+                    yield known.payload, outcome
         finally:
             # Given up, interrupted or refused while asking: an answer that came meanwhile goes back.
             with self._lock:
