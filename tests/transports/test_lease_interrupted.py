@@ -1,11 +1,14 @@
 """A lease whose end is interrupted, by Ctrl-C for one, can still be ended; nothing stays leased that nobody holds."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from omnikv.testing.conformance import NamedPair
-from omnikv.testing.transport_pair import drained, lease, payload_of, put
+from omnikv.testing.transport_pair import drained, lease, payload_of, put, take
+from omnikv.transports import wants
+from omnikv.transports.bell import Bell
 
 
 class Interrupting:
@@ -50,6 +53,44 @@ def test_a_lease_whose_end_was_interrupted_is_ended_by_the_next_one(pair, monkey
         if end == "release":
             lease(pair, target, payload).acknowledge()
         assert drained(pair, source) == 0
+
+
+def test_a_last_look_that_was_interrupted_leaves_no_lease(monkeypatch):
+    pair = NamedPair(transport="shm")
+
+    class InterruptedBell(Bell):
+        def wait_for(self, look, deadline):
+            super().wait_for(look, deadline)
+            raise KeyboardInterrupt
+
+    with pair.open_source(0, (0,), {}) as source, pair.open_target(0, (0,), {}) as target:
+        payload = payload_of(pair, "r1")
+        put(source, payload, b"payload")
+        with monkeypatch.context() as patched:
+            patched.setattr(wants, "Bell", InterruptedBell)
+            with pytest.raises(KeyboardInterrupt):
+                target.others_ready(payload, deadline=time.monotonic() + pair.patience_s)
+        assert not target._target._asks
+        assert take(pair, target, payload) == b"payload"
+
+
+def test_a_get_that_is_interrupted_as_it_gives_up_asks_no_longer(monkeypatch):
+    pair = NamedPair(transport="shm")
+
+    class LastBell(Bell):
+        def wait_for(self, look, deadline):
+            super().wait_for(look, deadline)
+            interrupt_next(target, patched)
+
+    with pair.open_source(0, (0,), {}) as source, pair.open_target(0, (0,), {}) as target:
+        payload = payload_of(pair, "r1")
+        with monkeypatch.context() as patched:
+            patched.setattr(wants, "Bell", LastBell)
+            with pytest.raises(KeyboardInterrupt):
+                target.get(payload, deadline=time.monotonic() + 0.01)
+        assert not target._target._asks
+        put(source, payload, b"payload")
+        assert take(pair, target, payload) == b"payload"
 
 
 def test_threads_that_end_one_lease_at_once_end_it_once(pair):

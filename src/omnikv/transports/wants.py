@@ -85,9 +85,7 @@ class Wants:
             with self._lock:
                 self._require_open()
                 for payload in payloads:
-                    ask = self._open(payload, is_patient, changed)
-                    asks[ask.number] = ask
-                    self._pursue(ask)
+                    self._pursue(self._open(payload, is_patient, changed, asks))
             while asks:
                 known = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
                 if known is None:
@@ -104,23 +102,22 @@ class Wants:
                 if outcome is not None:
                     yield known.payload, outcome
         finally:
-            # Given up, interrupted or refused while asking: an answer that came meanwhile goes back.
-            with self._lock:
-                for ask in asks.values():
-                    self._take_back(ask)
+            self._take_all_back(asks)
 
     def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]:
         """What the source has ready instead of `payload`; nothing where it does not answer by `deadline`."""
         changed = Bell(self._lock)
-        with self._lock:
-            self._require_open()
-            ask = self._open(payload, False, changed)
-            ask.is_curious = True
-            self._pursue(ask)
-        changed.wait_for(lambda: ask.is_settled or None, deadline)
-        with self._lock:
-            self._take_back(ask)
-        return ask.others
+        asks: dict[int, Ask] = {}
+        try:
+            with self._lock:
+                self._require_open()
+                ask = self._open(payload, False, changed, asks)
+                ask.is_curious = True
+                self._pursue(ask)
+            changed.wait_for(lambda: ask.is_settled or None, deadline)
+            return ask.others
+        finally:
+            self._take_all_back(asks)
 
     def announce(self, payloads: Sequence[PayloadId]) -> None:
         """Tell the sources, now or when they are met, that this target will come for the payloads."""
@@ -293,10 +290,11 @@ class Wants:
                 # It may have come meanwhile; the transport's thread would have to wake this one for it.
                 self.loop.hear(ask.link)
 
-    def _open(self, payload: PayloadId, is_patient: bool, changed: Bell) -> Ask:
+    def _open(self, payload: PayloadId, is_patient: bool, changed: Bell, asks: dict[int, Ask]) -> Ask:
+        """A new ask, which is the caller's to take back: it is in `asks` first."""
         ask = Ask(self._next_ask, payload, is_patient, changed)
         self._next_ask += 1
-        self._asks[ask.number] = ask
+        asks[ask.number] = self._asks[ask.number] = ask
         return ask
 
     def _pursue(self, ask: Ask) -> None:
@@ -343,6 +341,25 @@ class Wants:
         link = self._sources.get(Seat(payload.source_rank))
         if link is not None:
             link.send(Interest(payload.transfer_id, payload.role, payload.attempt, is_given))
+
+    def _take_all_back(self, asks: dict[int, Ask]) -> None:
+        """Nothing; given up, interrupted or refused while asking: an answer that came meanwhile goes back.
+
+        Call without the lock.
+        """
+        # Twice, since Ctrl-C may come while the first waits for the lock.
+        try:
+            self._take_each_back(asks)
+        finally:
+            self._take_each_back(asks)
+
+    def _take_each_back(self, asks: dict[int, Ask]) -> None:
+        if not asks:
+            return
+        with self._lock:
+            for number, ask in list(asks.items()):
+                self._take_back(ask)
+                del asks[number]
 
     def _take_back(self, ask: Ask) -> None:
         self._asks.pop(ask.number, None)
