@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from omnikv.core.handshake import is_of_model, model_differences
 from omnikv.core.keys import PayloadId
 from omnikv.core.messages import Hello
-from omnikv.errors import Aborted, ConfigError, ProducerFailed
+from omnikv.errors import Aborted, ConfigError, ConnectError, ProducerFailed
 from omnikv.transports.base import Endpoint, PutRequest, Seat, Side
 
 # How long after its death a source may take to come back before nobody waits for it any more.
@@ -113,6 +113,17 @@ def dead_source(transport: str, source: str, payload: PayloadId, *, since_s: flo
 
 def _will_not_come(words: str, payload: PayloadId) -> ProducerFailed:
     return ProducerFailed(words, request_id=payload.transfer_id, key=payload.encode(), rank=payload.source_rank)
+
+
+def misfit(transport: str, pair: str, difference: str, payload: PayloadId) -> ConnectError:
+    """The error for one who asks for `payload` of a source that does not fit; `pair` names both ends."""
+    return ConnectError(
+        f"{transport}: {pair} do not fit: {difference}",
+        transport=transport,
+        request_id=payload.transfer_id,
+        key=payload.encode(),
+        rank=payload.source_rank,
+    )
 
 
 def withdrawn(transport: str, payload: PayloadId) -> Aborted:

@@ -31,7 +31,7 @@ from omnikv.transports.base import MAX_ASKS, Endpoint, Preview, Seat
 from omnikv.transports.bell import Bell
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
-from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, withdrawn
+from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, misfit, withdrawn
 from omnikv.transports.repeated_acks import RepeatedAcks
 from omnikv.transports.window import Arrival, PairLease, Window
 
@@ -343,10 +343,7 @@ class Wants:
             link.send(Interest(payload.transfer_id, payload.role, payload.attempt, is_given))
 
     def _take_all_back(self, asks: dict[int, Ask]) -> None:
-        """Nothing; given up, interrupted or refused while asking: an answer that came meanwhile goes back.
-
-        Call without the lock.
-        """
+        """Nothing; given up, interrupted or refused while asking: an answer that came meanwhile goes back."""
         # Twice, since Ctrl-C may come while the first waits for the lock.
         try:
             self._take_each_back(asks)
@@ -396,13 +393,7 @@ class Wants:
         return dead_source(self._name, f"source {seat} ({death.who})", payload, since_s=now - death.at)
 
     def _refusal(self, link: Link, payload: PayloadId) -> ConnectError:
-        return ConnectError(
-            f"{self._name}: source {link.seat} and {describe(self._endpoint)} do not fit: {link.refusal}",
-            transport=self._name,
-            request_id=payload.transfer_id,
-            key=payload.encode(),
-            rank=payload.source_rank,
-        )
+        return misfit(self._name, f"source {link.seat} and {describe(self._endpoint)}", str(link.refusal), payload)
 
     def _lost(self, link: Link, payload: PayloadId) -> ProducerFailed:
         return lost_source(self._name, f"source {link.seat} ({link.who})", payload)
