@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,31 @@ def test_a_get_that_is_interrupted_as_it_gives_up_asks_no_longer(monkeypatch):
                 target.get(payload, deadline=time.monotonic() + 0.01)
         assert not target._target._asks
         put(source, payload, b"payload")
+        assert take(pair, target, payload) == b"payload"
+
+
+def test_an_answer_whose_giving_back_was_interrupted_frees_its_room_once(monkeypatch):
+    pair = NamedPair(transport="shm")
+    freed = []
+
+    def free():
+        freed.append(1)
+        raise KeyboardInterrupt
+
+    class LastBell(Bell):
+        def wait_for(self, look, deadline):
+            super().wait_for(look, deadline)
+            (ask,) = target._target._asks.values()
+            ask.lease.arrival = replace(ask.lease.arrival, free=free)
+
+    with pair.open_source(0, (0,), {}) as source, pair.open_target(0, (0,), {}) as target:
+        payload = payload_of(pair, "r1")
+        put(source, payload, b"payload")
+        with monkeypatch.context() as patched:
+            patched.setattr(wants, "Bell", LastBell)
+            with pytest.raises(KeyboardInterrupt):
+                target.get(payload, deadline=time.monotonic() + pair.patience_s)
+        assert freed == [1]
         assert take(pair, target, payload) == b"payload"
 
 

@@ -165,10 +165,12 @@ class TcpWindow:
         self._thread.submit(partial(self._start, transfer))
 
     def _give_up(self, transfer: Transfer) -> None:
-        self._forget(transfer)
+        # Forgotten last: where Ctrl-C comes in between, giving it up again does all of it.
+        transfer.is_over = True
         if transfer.lease is not None:
             transfer.link.send(Return(transfer.lease))
         self._thread.submit(partial(self._free, transfer))
+        self._forget(transfer)
 
     def _forget(self, transfer: Transfer) -> None:
         transfer.is_over = True

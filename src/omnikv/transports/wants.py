@@ -351,20 +351,21 @@ class Wants:
             self._take_each_back(asks)
 
     def _take_each_back(self, asks: dict[int, Ask]) -> None:
-        if not asks:
-            return
-        with self._lock:
-            for number, ask in list(asks.items()):
-                self._take_back(ask)
-                del asks[number]
+        if asks:
+            with self._lock:
+                for number, ask in list(asks.items()):
+                    self._take_back(ask)
+                    del asks[number]
 
     def _take_back(self, ask: Ask) -> None:
         self._asks.pop(ask.number, None)
         if not ask.is_settled:
             self._unwant(ask)
         elif ask.lease is not None and ask.link is not None:
-            ask.lease.arrival.free()
+            # Where it was interrupted in between, it is said again; room is freed once.
             ask.link.send(Return(ask.lease.arrival.lease))
+            if ask.lease.let_go():
+                ask.lease.arrival.free()
 
     def _unwant(self, ask: Ask) -> None:
         if ask.link is not None:
