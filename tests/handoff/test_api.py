@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +28,7 @@ from omnikv.errors import (
     WireError,
     WireReason,
 )
+from omnikv.handoff import receive as receive_module
 from omnikv.handoff.cut import own_layers
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import plan_piece
@@ -123,6 +125,19 @@ def test_a_receiver_that_waits_is_woken_by_the_send(transport, namespace):
         sender.send("req", layers)
         with waiting.result(timeout=30) as kv:
             assert_same(kv.layers, layers)
+
+
+def test_what_is_given_back_while_it_is_discarded_is_discarded(namespace, monkeypatch):
+    monkeypatch.setattr(receive_module, "_LAST_LOOK_S", 60.0)
+    with stages(one_to_one(namespace), "shm") as ([sender], [receiver]), ThreadPoolExecutor(1) as pool:
+        sender.send("req", full_cache())
+        kv = receiver.receive("req", timeout_s=30)
+        discarding = pool.submit(receiver.discard, "req")
+        while not sender._transport._offers._waiting:
+            time.sleep(0.001)
+        kv.give_back()
+        assert discarding.result(timeout=60) == 1
+        assert sender.drain(timeout_s=10) == 0
 
 
 @pytest.mark.parametrize("request_id", ["a/b", "a_1", "two words", "日本語", "x" * 300, "..", "a%2Fb"])

@@ -57,6 +57,9 @@ def receive(route, rank):
         group = TorchDistGroup()
     expected = full_cache()[:, :, :, list(route.target_heads[rank])]
     with KVReceiver(route, rank, group=group) as receiver:
+        # A source that dies before it was met counts as not there yet.
+        while len(receiver._transport._target._sources) < len(route.pieces_to(rank)):
+            time.sleep(0.001)
         say(state="ready")
         started = time.monotonic()
         if group is None:

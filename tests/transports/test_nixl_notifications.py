@@ -6,6 +6,7 @@ import pytest
 from tcp_ends import TcpPair
 
 from omnikv.core.keys import PayloadId
+from omnikv.transports.base import PutRequest
 from omnikv.transports.nixl_engine import NixlEngine
 
 PATIENCE_S = 30.0
@@ -25,7 +26,10 @@ def payload_of(source, name):
 
 
 def hand_over(source, target, name, nbytes):
-    with source.reserve(payload_of(source, name), nbytes) as slot:
+    wanted = PutRequest(payload_of(source, name), nbytes)
+    # The room of the one before may still be on its way back.
+    (reserved,) = source.reserve_all([wanted], deadline=time.monotonic() + PATIENCE_S)
+    with reserved as slot:
         slot.buffer[:] = bytes([nbytes % 251]) * nbytes
         slot.publish()
     with target.get(payload_of(source, name), deadline=time.monotonic() + PATIENCE_S) as lease:

@@ -26,7 +26,7 @@ from omnikv.groups.base import Agreement, Group
 from omnikv.groups.exchange import ExchangeAgreement
 from omnikv.handoff.agree import Outcome, Schedule, receive_and_vote
 from omnikv.handoff.cut import Layers, own_layers
-from omnikv.handoff.receive import RoleFetch, discard_payload, gather
+from omnikv.handoff.receive import RoleFetch, discard_payloads, gather
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import SendReport, SentPiece, fail_all, plan_piece, publish_all
 from omnikv.tensors.convert import dtype_named
@@ -360,8 +360,7 @@ class KVReceiver(_RouteEnd):
 
         Parts of dead or failed senders are skipped.
         """
-        parts = self._identities(request_id, role, attempt)
-        return sum(discard_payload(self._transport, identity) for identity, _ in parts)
+        return discard_payloads(self._transport, self._payloads(request_id, role, attempt))
 
     def _role_fetch(self, request_id: str, role: str, attempt: int) -> RoleFetch:
         wanted = self._identities(request_id, role, attempt)

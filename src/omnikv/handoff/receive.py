@@ -15,13 +15,13 @@ from types import TracebackType
 from omnikv.core.boxes import Boxes
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
-from omnikv.errors import HandoffError, OmniKVError, ReceiveTimeout, TransportError
+from omnikv.errors import OmniKVError, ReceiveTimeout
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.part import Arrived, Prepared, prepare_part, read_part
 from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Lease, Transport
 
-# How long a receive that has timed out asks what its sources hold instead.
+# How long a receive that has timed out asks what its sources hold instead, and what is to be discarded is looked for.
 _LAST_LOOK_S = 0.05
 
 
@@ -152,13 +152,16 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
                 return
 
 
-def discard_payload(transport: Transport, identity: PayloadId) -> bool:
-    """Whether the payload was here and is now consumed unread; False when it is absent or its sender is gone."""
-    try:
-        lease = transport.get(identity, deadline=time.monotonic())
-    except (HandoffError, TransportError):
-        return False
-    if lease is None:
-        return False
-    lease.acknowledge()
-    return True
+def discard_payloads(transport: Transport, identities: Sequence[PayloadId]) -> int:
+    """How many of the payloads were here and are now consumed unread; not those that are absent or failed.
+
+    They are waited for a little: one that was just given back, or whose answer is under way to a receive that has ended,
+    looks absent for a moment.
+    """
+    count = 0
+    with closing(transport.get_as_ready(identities, deadline=time.monotonic() + _LAST_LOOK_S)) as arrivals:
+        for _, outcome in arrivals:
+            if not isinstance(outcome, OmniKVError):
+                outcome.acknowledge()
+                count += 1
+    return count
