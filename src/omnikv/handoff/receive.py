@@ -155,7 +155,7 @@ def gather(transport: Transport, fetches: Mapping[RoleFetch, bool], *, deadline:
 def discard_payloads(transport: Transport, identities: Sequence[PayloadId]) -> int:
     """How many of the payloads were here and are now consumed unread; not those that are absent or failed.
 
-    They are waited for a little: one that was just given back, or whose answer is under way to a receive that has ended,
+    They are waited for a little: one that was just given back, or whose answer is under way to a receive that ended,
     looks absent for a moment.
     """
     count = 0
