@@ -140,6 +140,13 @@ def test_what_is_given_back_while_it_is_discarded_is_discarded(namespace, monkey
         assert sender.drain(timeout_s=10) == 0
 
 
+def test_nothing_is_discarded_after_the_end(transport, namespace):
+    with stages(one_to_one(namespace), transport) as ([sender], [receiver]):
+        sender.send("req", full_cache())
+        receiver.close()
+        assert receiver.discard("req") == 0
+
+
 @pytest.mark.parametrize("request_id", ["a/b", "a_1", "two words", "日本語", "x" * 300, "..", "a%2Fb"])
 def test_x08_every_spelling_of_a_request_id_works(transport, namespace, request_id):
     with stages(one_to_one(namespace), transport) as ([sender], [receiver]):

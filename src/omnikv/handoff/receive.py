@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from types import TracebackType
 
 from omnikv.core.boxes import Boxes
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
-from omnikv.errors import OmniKVError, ReceiveTimeout
+from omnikv.errors import OmniKVError, ReceiveTimeout, TransportError
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.part import Arrived, Prepared, prepare_part, read_part
 from omnikv.handoff.received import ReceivedKV
@@ -156,10 +156,13 @@ def discard_payloads(transport: Transport, identities: Sequence[PayloadId]) -> i
     """How many of the payloads were here and are now consumed unread; not those that are absent or failed.
 
     They are waited for a little: one that was just given back, or whose answer is under way to a receive that ended,
-    looks absent for a moment.
+    looks absent for a moment. A transport that is closed has none.
     """
     count = 0
-    with closing(transport.get_as_ready(identities, deadline=time.monotonic() + _LAST_LOOK_S)) as arrivals:
+    with (
+        suppress(TransportError),
+        closing(transport.get_as_ready(identities, deadline=time.monotonic() + _LAST_LOOK_S)) as arrivals,
+    ):
         for _, outcome in arrivals:
             if not isinstance(outcome, OmniKVError):
                 outcome.acknowledge()

@@ -15,17 +15,16 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from omnikv.core.lending import MAX_SPANS, Loan, Memory, Span
-from omnikv.core.wire import ITEM_SIZES, TensorSpan, encode_head, seal
+from omnikv.core.wire import TensorSpan, encode_head, seal
 from omnikv.errors import ConfigError
 from omnikv.tensors.blocks import BlockSource
 from omnikv.tensors.fill import fill
 from omnikv.tensors.kv import TensorSource
 from omnikv.tensors.pack import PayloadPlan
-from omnikv.tensors.unpack import contiguous_bytes, torch_dtype
+from omnikv.tensors.unpack import MAX_ITEM_SIZE, contiguous_bytes, torch_dtype
 
 # Shorter runs take an engine longer to name than to have copied.
 LEAST_RUN_NBYTES = 4096
-_ALIGNMENT = max(ITEM_SIZES.values())
 
 
 class LentPayload:
@@ -112,4 +111,4 @@ def _weak(storage: torch.UntypedStorage) -> Any:
 
 
 def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // MAX_ITEM_SIZE) * MAX_ITEM_SIZE
