@@ -282,7 +282,7 @@ def test_values_that_are_stored_conjugated_or_negated_travel_as_they_read(size):
 def test_a_payload_of_very_many_tensors_is_read_alike_and_nothing_of_its_shape_is_kept():
     layers = [(torch.full((1, 1, 2), float(at)), torch.zeros(1, 1, 2)) for at in range(2500)]
     payload = pack(layers)
-    kept = unpack._common_step.cache_info(), unpack._places_of_layers.cache_info()
+    kept = unpack._common_strides.cache_info(), unpack._places_of_layers.cache_info()
     decoded = decode_payload(payload)
     assert [float(layer.key[0, 0, 0]) for layer in decoded.layers] == [float(at) for at in range(2500)]
-    assert (unpack._common_step.cache_info(), unpack._places_of_layers.cache_info()) == kept
+    assert (unpack._common_strides.cache_info(), unpack._places_of_layers.cache_info()) == kept

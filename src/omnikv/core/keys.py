@@ -99,6 +99,10 @@ class PayloadId:
         _require_count("target_rank", self.target_rank)
         _require_count("attempt", self.attempt)
 
+    def __hash__(self) -> int:
+        # Without the edge, which all payloads of one transport share: it is hashed many times a payload.
+        return hash((self.transfer_id, self.role, self.attempt, self.source_rank, self.target_rank))
+
     def encode(self) -> str:
         """The identity as text: fields percent-escaped, joined by "/"; equal texts mean equal identities."""
         own = (quote(self.transfer_id, safe=""), quote(self.role, safe=""))

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from omnikv.core.boxes import Region
+from omnikv.core.hashed import Hashed
 from omnikv.core.wire_regions import spell_regions
 from omnikv.errors import ConfigError, WireError, WireReason
 
@@ -61,6 +62,7 @@ ITEM_SIZES: Mapping[str, int] = MappingProxyType(
 DIGEST_KEY = "ck"
 DIGEST_ALGORITHM = "xxh3_128"
 UNSEALED = "0" * 32
+_UNSEALED_BYTES = UNSEALED.encode()
 _DIGEST_TAIL = re.compile(rb',"ck":"xxh3_128\.(all|header)\.([0-9a-f]{32})"\} *\Z')
 _DIGEST_TAIL_NBYTES = 128 + ALIGNMENT
 
@@ -146,7 +148,7 @@ def lay_out(tensors: Iterable[tuple[Kind, int, str, tuple[int, ...]]]) -> tuple[
         offset = _aligned(end)
         spans.append(TensorSpan(kind, layer, dtype, shape, offset, nbytes))
         end = offset + nbytes
-    return tuple(spans), end
+    return Hashed(spans), end
 
 
 def encode_head(header: Header) -> bytes:
@@ -157,14 +159,11 @@ def encode_head(header: Header) -> bytes:
             `MAX_HEADER_MARKS` or `MAX_TENSORS`.
     """
     _require_request_id(header.request_id)
-    text = (
-        f'{{"rid":{_to_json(header.request_id)},"bids":{_to_json(_plain_block_ids(header.block_ids))},'
-        f'"meta":{_spell_metadata(header.metadata)},{_spell_entries(header.num_layers, header.spans)},'
-        f'"nl":{header.num_layers},'
-        f'"{EXTENSION_KEY}":{_spell_extension(header.extension or Extension(), header.data_nbytes)}'
-    )
-    tail = f',"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{header.scope or "header"}.{UNSEALED}"}}'
-    nbytes = _aligned(PREFIX_NBYTES + len(text) + len(tail)) - PREFIX_NBYTES
+    block_ids = _to_json(_plain_block_ids(header.block_ids)) if header.block_ids else "[]"
+    text = f'{{"rid":{_to_json(header.request_id)},"bids":{block_ids},"meta":{_spell_metadata(header.metadata)},'
+    extension, scope = header.extension or Extension(), header.scope or "header"
+    text += _spell_body(header.num_layers, header.spans, extension, header.data_nbytes, scope)
+    nbytes = _aligned(PREFIX_NBYTES + len(text)) - PREFIX_NBYTES
     if nbytes > MAX_HEADER_BYTES:
         raise ConfigError(
             f"the header of request {show(header.request_id)} takes {nbytes} bytes, at most {MAX_HEADER_BYTES} "
@@ -176,7 +175,7 @@ def encode_head(header: Header) -> bytes:
             f"{MAX_TENSORS} are allowed, or has more than {MAX_HEADER_MARKS} of the characters , : [ and {{ in all; "
             "send less metadata or fewer block ids"
         )
-    return nbytes.to_bytes(PREFIX_NBYTES, "big") + (text + tail).ljust(nbytes).encode("ascii")
+    return nbytes.to_bytes(PREFIX_NBYTES, "big") + text.ljust(nbytes).encode("ascii")
 
 
 def text_of(head: bytes) -> str:
@@ -227,6 +226,12 @@ def seal(head: bytes, hexdigest: str) -> bytes:
     if digest is None or not re.fullmatch("[0-9a-f]{32}", hexdigest):
         raise ConfigError(f"cannot write the checksum {hexdigest!r} into a head of {len(head)} bytes")
     return head[: digest.at] + hexdigest.encode("ascii") + head[digest.at + len(hexdigest) :]
+
+
+def seal_new(head: bytes, hexdigest: str) -> bytes:
+    """As `seal`, for a head that `encode_head` gave: it is sure to have a place, which is faster to find."""
+    at = head.rindex(_UNSEALED_BYTES)
+    return head[:at] + hexdigest.encode("ascii") + head[at + len(_UNSEALED_BYTES) :]
 
 
 def require_identity(header: Header, *, request_id: str | None = None, target_rank: int | None = None) -> None:
@@ -280,7 +285,7 @@ def tensor_nbytes(shape: Sequence[int], item_size: int) -> int | None:
 def _require_request_id(request_id: object) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise ConfigError(f"request_id must be a non-empty string, got {show(request_id)}")
-    if any("\ud800" <= char <= "\udfff" for char in request_id):
+    if not request_id.isascii() and any("\ud800" <= char <= "\udfff" for char in request_id):
         raise ConfigError(f"request_id holds a lone surrogate and has no UTF-8 form: {show(request_id)}")
 
 
@@ -316,12 +321,19 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 # The requests of one model come in few shapes, and spelling out a hundred tensors takes longer than moving them.
 @functools.lru_cache(maxsize=64)
-def _spell_entries(num_layers: int, spans: tuple[TensorSpan, ...]) -> str:
+def _spell_body(
+    num_layers: int, spans: tuple[TensorSpan, ...], extension: Extension, data_nbytes: int, scope: Scope
+) -> str:
+    """A head from its list of tensors on, without the spaces at its end."""
     present = {(span.kind, span.layer): span for span in spans}
     entries = [
         _describe(kind, layer, present.get((kind, layer))) for kind in ("key", "value") for layer in range(num_layers)
     ]
-    return f'"{ENTRIES_KEY}":{_to_json(entries)}'
+    return (
+        f'"{ENTRIES_KEY}":{_to_json(entries)},"nl":{num_layers},'
+        f'"{EXTENSION_KEY}":{_spell_extension(extension, data_nbytes)},'
+        f'"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{scope}.{UNSEALED}"}}'
+    )
 
 
 def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:

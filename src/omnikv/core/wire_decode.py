@@ -18,6 +18,7 @@ import json
 import re
 from typing import Any, NamedTuple, NoReturn
 
+from omnikv.core.hashed import Hashed
 from omnikv.core.wire import (
     ALIGNMENT,
     DIGEST_KEY,
@@ -248,7 +249,7 @@ def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]
         if present["key", layer] != present["value", layer]:
             absent = "value" if present["key", layer] else "key"
             refuse(WireReason.MISSING_LAYER, f"layer {layer} has no {absent}: both must be sent, or neither")
-    return tuple(spans)
+    return Hashed(spans)
 
 
 def _read_name(fields: dict[str, Any], num_layers: int) -> tuple[Kind, int]:

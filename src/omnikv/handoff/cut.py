@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -68,13 +69,14 @@ def own_layers(layers: Layers, boxes: Boxes, num_tokens: int | None = None) -> O
     return OwnLayers(layers=tuple(pairs), boxes=boxes, num_tokens=total)
 
 
-def cut(own: OwnLayers, piece: Piece) -> list[LayerSource]:
+def cut(own: OwnLayers, piece: Piece) -> Sequence[LayerSource]:
     """The piece's pairs, box by box and in each layer by layer, still unread.
 
     Raises:
         ConfigError: the paged cache cannot give these heads, or a layer does not convert into the dtype to send.
     """
-    sources = [source for box in piece.boxes for source in _cut_box(own, box)]
+    first, *others = (_cut_box(own, box) for box in piece.boxes)
+    sources = [*first, *chain.from_iterable(others)] if others else first
     return sources if own.dtype is None else [cast_layer(source, own.dtype) for source in sources]
 
 
@@ -89,15 +91,16 @@ def _closed(layers: Span, num_own_layers: int) -> Span:
     return Span(layers.start, num_own_layers) if layers.stop == EVERY_LAYER.stop else layers
 
 
-def _cut_box(own: OwnLayers, box: SharedBox) -> list[LayerSource]:
+def _cut_box(own: OwnLayers, box: SharedBox) -> Sequence[LayerSource]:
     start = position_of(box.layers.start, own.boxes)
     stop = start + _closed(box.layers, own.num_layers).num_layers
     whole = box.source_share == box.target_share == ALL_TOKENS
     rows = None if whole else box.source_rows(own.num_tokens)
     if isinstance(own.layers, PagedKV):
-        sources = own.layers.layer_sources(box.source_positions)[start:stop]
-        num_rows = count(box.source_share.stripes(own.num_tokens))
-        if rows is None or is_everything(rows, num_rows):
+        all_sources = own.layers.layer_sources(box.source_positions)
+        # All of them as they are, with what is known of them already.
+        sources = all_sources if stop - start == len(all_sources) else all_sources[start:stop]
+        if rows is None or is_everything(rows, count(box.source_share.stripes(own.num_tokens))):
             return sources
         return [LayerSource(GatheredRows(key, rows), GatheredRows(value, rows)) for key, value in sources]
     return [
@@ -153,7 +156,7 @@ def _require_counted(num_tokens: int, most_rows: int) -> None:
 
 
 def _require_rows(what: str, num_rows: int, box: Box, num_tokens: int) -> None:
-    expected = count(box.tokens.stripes(num_tokens))
+    expected = num_tokens if box.tokens == ALL_TOKENS else count(box.tokens.stripes(num_tokens))
     if num_rows != expected:
         raise ConfigError(
             f"{what} has {num_rows} tokens, but the route states {box.tokens} of the request's {num_tokens}, which is "

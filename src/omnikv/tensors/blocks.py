@@ -24,7 +24,7 @@ from omnikv.core.layout import Layout
 from omnikv.errors import ConfigError
 from omnikv.tensors.block_span import TokenRun, TokenSpan, plan_span
 from omnikv.tensors.convert import converted, name_of
-from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, Move, head_runs, is_plain
+from omnikv.tensors.kv import DenseSource, LayerKV, LayerSource, LayerSources, Move, head_runs, is_plain
 from omnikv.tensors.layouts import BlockViews, LayerCache, layer_views
 from omnikv.tensors.quantised import Scale, dequantise, scale_entry, split_scales
 
@@ -59,7 +59,7 @@ class PagedKV:
     _span: TokenSpan = field(init=False, repr=False)
     _scales: tuple[LayerKV, ...] = field(init=False, repr=False)
     # By the heads that they select: several target ranks may take the same ones, and a request may be sent again.
-    _sources: dict[tuple[int, ...], list[LayerSource]] = field(init=False, repr=False, default_factory=dict)
+    _sources: dict[tuple[int, ...], LayerSources] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         layers = _layer_views(self.kv_caches, self.layout)
@@ -77,7 +77,7 @@ class PagedKV:
         """The KV heads that these caches hold, the same in every layer."""
         return self._layers[0][0].shape[2]
 
-    def layer_sources(self, head_positions: tuple[int, ...] | None = None) -> list[LayerSource]:
+    def layer_sources(self, head_positions: tuple[int, ...] | None = None) -> LayerSources:
         """A source an entry, each `[num_tokens, kv_heads, head_dim]`; `head_positions` selects and orders local heads.
 
         Raises:
@@ -87,8 +87,8 @@ class PagedKV:
             head_positions = tuple(range(self.num_heads))
         made = self._sources.get(head_positions)
         if made is None:
-            made = self._sources[head_positions] = self._make_sources(head_positions)
-        return list(made)
+            made = self._sources[head_positions] = LayerSources(self._make_sources(head_positions))
+        return made
 
     def _make_sources(self, head_positions: tuple[int, ...]) -> list[LayerSource]:
         outside = [position for position in head_positions if not 0 <= position < self.num_heads]

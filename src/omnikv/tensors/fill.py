@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar, cast
 
@@ -68,14 +68,13 @@ PACKERS = PackingThreads()
 os.register_at_fork(after_in_child=PACKERS.forget)
 
 
+# Hears of each tensor that is final.
 Written = Callable[[torch.Tensor], None]
+# Hears of each range of bytes that is final: where it begins and ends.
+WrittenRange = Callable[[int, int], None]
 
 
-def no_one(out: torch.Tensor) -> None:
-    """Who hears of each tensor where nobody asked to."""
-
-
-def fill(jobs: Sequence[Job], threads: int | None = None, written: Written = no_one) -> None:
+def fill(jobs: Sequence[Job], threads: int | None = None, written: Written | None = None) -> None:
     """Nothing; each source has then written itself into its tensor, which nothing here touches any more.
 
     At most `threads` threads copy, the caller's among them; None takes two where the jobs are large and there are two
@@ -102,14 +101,13 @@ def fill(jobs: Sequence[Job], threads: int | None = None, written: Written = no_
         # Streams are a thread's own: a helper would not wait for kernels that the caller's stream still runs.
         may_share = all(device_of(source) == _HOST for source, _ in on_host)
         _copy(on_host, threads if may_share else 1, written)
-    for queued in on_device.values():
-        for _, out in queued:
-            written(out)
+    if written is not None:
+        for queued in on_device.values():
+            for _, out in queued:
+                written(out)
 
 
-def move_all(
-    moves: Sequence[Move], threads: int | None = None, written: Callable[[int, int], None] | None = None
-) -> None:
+def move_all(moves: Sequence[Move], threads: int | None = None, written: WrittenRange | None = None) -> None:
     """Nothing; every move is then done.
 
     Threads as in `fill`. `written` hears of each large move that is done, where it begins and ends, from the thread
@@ -125,24 +123,31 @@ def move_all(
             if written is not None:
                 written(target, target + nbytes)
 
-    _share(deque(moves), move, sum(nbytes for _, _, nbytes in moves), threads)
+    if threads is None:
+        threads = _usual_threads(sum(nbytes for _, _, nbytes in moves))
+    _share(deque(moves), move, threads)
 
 
-def _copy(jobs: Sequence[Job], threads: int | None, written: Written) -> None:
+def _copy(jobs: Sequence[Job], threads: int | None, written: Written | None) -> None:
     def write(queue: deque[Job]) -> None:
         # Grad mode is a thread's own.
         with torch.no_grad():
             for source, out in _taken_from(queue):
                 source.write_into(out)
-                written(out)
+                if written is not None:
+                    written(out)
 
-    _share(deque(jobs), write, sum(out.nbytes for _, out in jobs), threads)
-
-
-def _share(queue: deque[_Item], work: Callable[[deque[_Item]], None], nbytes: int, threads: int | None) -> None:
-    """Empties the queue by `work`, in as many threads as are wanted and worth it."""
     if threads is None:
-        threads = min(2, len(os.sched_getaffinity(0))) if nbytes >= PARALLEL_NBYTES else 1
+        threads = _usual_threads(sum(out.nbytes for _, out in jobs))
+    _share(deque(jobs), write, threads)
+
+
+def _usual_threads(nbytes: int) -> int:
+    return min(2, len(os.sched_getaffinity(0))) if nbytes >= PARALLEL_NBYTES else 1
+
+
+def _share(queue: deque[_Item], work: Callable[[deque[_Item]], None], threads: int) -> None:
+    """Empties the queue by `work`, in as many threads as there are items for."""
     num_helpers = min(threads, len(queue)) - 1
     helpers = [PACKERS.submit(lambda: work(queue)) for _ in range(num_helpers)]
     begun: list[Future[None]] = []
@@ -152,7 +157,8 @@ def _share(queue: deque[_Item], work: Callable[[deque[_Item]], None], nbytes: in
         queue.clear()
         # Not begun: cancelled. Begun: it must have ended before the caller may reuse the memory.
         begun = [helper for helper in helpers if helper is not None and not helper.cancel()]
-        wait(begun)
+        for helper in begun:
+            helper.exception()
     for helper in begun:
         helper.result()
 

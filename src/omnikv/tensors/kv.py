@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
+
+from omnikv.core.hashed import Hashed
 
 
 class LayerKV(NamedTuple):
@@ -53,6 +56,20 @@ class LayerSource(NamedTuple):
 
     key: TensorSource
     value: TensorSource
+
+
+class LayerSources(tuple[LayerSource, ...]):
+    """All layers of a payload; what follows from them is worked out once for all payloads that they go into."""
+
+    @cached_property
+    def in_order(self) -> tuple[TensorSource, ...]:
+        """All keys, then all values, as released engines write them."""
+        return (*(layer.key for layer in self), *(layer.value for layer in self))
+
+    @cached_property
+    def kinds(self) -> Hashed[tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and the shape of each source, in that order."""
+        return Hashed((source.dtype, source.shape) for source in self.in_order)
 
 
 class DenseSource:

@@ -7,20 +7,19 @@ request brings others, which a network's engine would have to learn of each time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from omnikv.core.lending import MAX_SPANS, Loan, Memory, Span
-from omnikv.core.wire import TensorSpan, encode_head, seal
+from omnikv.core.wire import TensorSpan
 from omnikv.errors import ConfigError
 from omnikv.tensors.blocks import BlockSource
-from omnikv.tensors.fill import fill
+from omnikv.tensors.fill import WrittenRange, fill
 from omnikv.tensors.kv import TensorSource
-from omnikv.tensors.pack import PayloadPlan
+from omnikv.tensors.pack import PayloadPlan, sealed_head
 from omnikv.tensors.unpack import MAX_ITEM_SIZE, contiguous_bytes, torch_dtype
 
 # Shorter runs take an engine longer to name than to have copied.
@@ -45,10 +44,9 @@ class LentPayload:
         spans = plan.header.spans
         if 1 + 2 * len(spans) > MAX_SPANS:
             raise ConfigError(f"{len(spans)} tensors are more than can be lent; send without the option lend")
-        head = encode_head(plan.header)
-        self._head = seal(head, xxhash.xxh3_128(head).hexdigest())
+        self._head = sealed_head(plan.header)
         # After the head, as many zeros as the widest gap between tensors takes; then what is not lent.
-        self._zeros = _round_up(len(head))
+        self._zeros = _round_up(len(self._head))
         self.nbytes = self._packed_at = self._zeros + _round_up(_widest_gap(spans))
         self._packed: list[tuple[TensorSource, TensorSpan, int]] = []
         self.loan = self._lend(plan)
@@ -73,9 +71,7 @@ class LentPayload:
                 self.nbytes += _round_up(span.nbytes)
         return Loan(tuple(parts), tuple(memory.values()))
 
-    def write_into(
-        self, buffer: memoryview, threads: int | None = None, written: Callable[[int, int], None] | None = None
-    ) -> None:
+    def write_into(self, buffer: memoryview, threads: int | None = None, written: WrittenRange | None = None) -> None:
         """Nothing; `buffer`, writable and `nbytes` long, then holds what is not lent. `written` hears of nothing.
 
         Raises:

@@ -13,17 +13,18 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import xxhash
 
-from omnikv.core.wire import Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal, show
+from omnikv.core.wire import Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal_new, show
 from omnikv.errors import ConfigError, LocalProtocolError, WireError, WireReason
-from omnikv.tensors.fill import Written, fill, move_all, no_one
-from omnikv.tensors.kv import DenseSource, LayerSource, Move, TensorSource
+from omnikv.tensors.fill import Written, WrittenRange, fill, move_all
+from omnikv.tensors.kv import DenseSource, LayerSource, LayerSources, Move, TensorSource
 from omnikv.tensors.unpack import (
     DTYPES,
     MAX_ITEM_SIZE,
@@ -39,8 +40,14 @@ __all__ = ["DecodedPayload", "KVCacheTransferData", "PayloadPlan", "decode_paylo
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def _no_one(begin: int, end: int) -> None:
-    """Who hears of written ranges where nobody asked to."""
+def sealed_head(header: Header) -> bytes:
+    """The head of a payload whose checksum covers the head alone.
+
+    Raises:
+        ConfigError: as `encode_head`.
+    """
+    head = encode_head(header)
+    return seal_new(head, xxhash.xxh3_128(head).hexdigest())
 
 
 class PayloadPlan:
@@ -51,9 +58,8 @@ class PayloadPlan:
     def __init__(self, header: Header, sources: Sequence[TensorSource]) -> None:
         """`sources` are the tensors of `header.spans`, in that order."""
         self.header = header
-        head = encode_head(header)
         # A checksum over the head alone is known by now.
-        self._head = seal(head, xxhash.xxh3_128(head).hexdigest()) if header.scope == "header" else head
+        self._head = sealed_head(header) if header.scope == "header" else encode_head(header)
         # How it begins, where that can be known before its data is written.
         self.head = b"" if header.scope == "all" else self._head
         self.sources = tuple(sources)
@@ -63,7 +69,7 @@ class PayloadPlan:
         self,
         buffer: memoryview,
         threads: int | None = None,
-        written: Callable[[int, int], None] = _no_one,
+        written: WrittenRange | None = None,
     ) -> None:
         """Nothing; `buffer`, writable and exactly `nbytes` long, then holds the payload. It stays the caller's.
 
@@ -75,21 +81,20 @@ class PayloadPlan:
             Exception: what a tensor's source raises; `buffer` then holds no payload.
         """
         view = contiguous_bytes(buffer)
-        room = _as_target(view, self.nbytes)
         start = len(self._head)
-        data = room[start:]
+        data = _room_for_data(view, start, self.nbytes)
         _zero_gaps(data, self.header.spans)
-        first = room.data_ptr()
+        first = data.data_ptr() - start
         moves = self._moves(first + start)
         if moves is not None:
-            move_all(moves, threads, lambda begin, end: written(begin - first, end - first))
+            move_all(moves, threads, None if written is None else partial(_tell_range, written, first))
         else:
-            self._fill(data, threads, lambda out: _tell(written, out, first))
+            self._fill(data, threads, None if written is None else partial(_tell, written, first))
         head = self._head
         if self.header.scope == "all":
             hasher = xxhash.xxh3_128(head)
             hasher.update(view[start:])
-            head = seal(head, hasher.hexdigest())
+            head = seal_new(head, hasher.hexdigest())
         view[:start] = head
 
     def on_device(self, device: torch.device) -> torch.Tensor:
@@ -108,7 +113,7 @@ class PayloadPlan:
         self._fill(data)
         return payload
 
-    def _fill(self, data: torch.Tensor, threads: int | None = None, written: Written = no_one) -> None:
+    def _fill(self, data: torch.Tensor, threads: int | None = None, written: Written | None = None) -> None:
         fill(list(zip(self.sources, span_views(data, self.header.spans), strict=True)), threads, written)
 
     def _moves(self, address: int) -> list[Move] | None:
@@ -121,11 +126,14 @@ class PayloadPlan:
         return moves
 
 
-def _tell(written: Callable[[int, int], None], out: torch.Tensor, first: int) -> None:
+def _tell_range(written: WrittenRange, first: int, begin: int, end: int) -> None:
+    written(begin - first, end - first)
+
+
+def _tell(written: WrittenRange, first: int, out: torch.Tensor) -> None:
     # One without elements lies nowhere.
     if out.nbytes:
-        begin = out.data_ptr() - first
-        written(begin, begin + out.nbytes)
+        _tell_range(written, first, out.data_ptr(), out.data_ptr() + out.nbytes)
 
 
 def _zero_gaps(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> None:
@@ -177,11 +185,12 @@ def plan_payload(
         ConfigError: an empty request id, metadata that JSON cannot hold, key and value of different length, or a dtype
             or shape that a payload cannot hold.
     """
-    present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
-    pairs = [pair for pair in layers if pair is not None]
-    # All keys, then all values, as released engines write them.
-    sources = [pair.key for pair in pairs] + [pair.value for pair in pairs]
-    spans, data_nbytes = _laid_out(present, tuple((source.dtype, source.shape) for source in sources))
+    if isinstance(layers, LayerSources):
+        present, pairs = tuple(range(len(layers))), layers
+    else:
+        present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
+        pairs = LayerSources(pair for pair in layers if pair is not None)
+    spans, data_nbytes = _laid_out(present, pairs.kinds)
     header = Header(
         request_id=request_id,
         num_layers=len(layers),
@@ -192,7 +201,7 @@ def plan_payload(
         extension=extension,
         scope="all" if checksum else "header",
     )
-    return PayloadPlan(header, sources)
+    return PayloadPlan(header, pairs.in_order)
 
 
 @dataclass
@@ -341,14 +350,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _as_target(view: memoryview, nbytes: int) -> torch.Tensor:
-    """Flat bytes as a tensor that a payload of `nbytes` can be written into."""
+def _room_for_data(view: memoryview, start: int, nbytes: int) -> torch.Tensor:
+    """The bytes from `start`, a multiple of `ALIGNMENT`, of a buffer that a payload of `nbytes` can be written into."""
     if view.readonly or view.nbytes != nbytes:
         raise ConfigError(
             f"the payload needs a writable buffer of exactly {nbytes} bytes, got "
             f"{'a read-only' if view.readonly else 'a'} one of {view.nbytes}"
         )
-    room = torch.frombuffer(view, dtype=torch.uint8)
-    if room.data_ptr() % MAX_ITEM_SIZE:
-        raise ConfigError(f"the payload's buffer must begin at a multiple of {MAX_ITEM_SIZE}, got {room.data_ptr():#x}")
-    return room
+    if nbytes == start:
+        return torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(view, dtype=torch.uint8, offset=start)
+    if data.data_ptr() % MAX_ITEM_SIZE:
+        first = data.data_ptr() - start
+        raise ConfigError(f"the payload's buffer must begin at a multiple of {MAX_ITEM_SIZE}, got {first:#x}")
+    return data

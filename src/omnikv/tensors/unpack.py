@@ -204,15 +204,13 @@ def span_views(data: torch.Tensor, spans: tuple[TensorSpan, ...]) -> Sequence[to
     Raises:
         WireError: the installed torch has no such dtype.
     """
-    step = _kept(_common_step, spans)(spans)
-    if step is None or not _may_view(data, spans[0].offset, ITEM_SIZES[spans[0].dtype]):
+    strides = _kept(_common_strides, spans)(spans)
+    if strides is None or not _may_view(data, spans[0].offset, ITEM_SIZES[spans[0].dtype]):
         return [_span_view(data, span) for span in spans]
     # Alike and equally far apart, as we write them: one strided view costs a third of as many single ones.
     first, last = spans[0], spans[-1]
     typed = data[first.offset : last.offset + last.nbytes].view(torch_dtype(first))
-    strides = typed[: math.prod(first.shape)].view(first.shape).stride()
-    stacked = typed.as_strided((len(spans), *first.shape), (step // typed.element_size(), *strides))
-    return stacked.unbind(0)
+    return typed.as_strided((len(spans), *first.shape), strides).unbind(0)
 
 
 def _span_view(data: torch.Tensor, span: TensorSpan) -> torch.Tensor:
@@ -239,18 +237,18 @@ def torch_dtype(span: TensorSpan) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=64)
-def _common_step(spans: tuple[TensorSpan, ...]) -> int | None:
-    """The distance in bytes between spans that one strided view can hold, or None."""
+def _common_strides(spans: tuple[TensorSpan, ...]) -> tuple[int, ...] | None:
+    """The strides of one view that holds all the spans, one after another, or None where no view can."""
     if len(spans) < 2 or not spans[0].nbytes:
         return None
     first = spans[0]
-    step = spans[1].offset - first.offset
-    if step <= 0 or step % ITEM_SIZES[first.dtype]:
+    step, item_size = spans[1].offset - first.offset, ITEM_SIZES[first.dtype]
+    if step <= 0 or step % item_size:
         return None
     for index, span in enumerate(spans):
         if span.dtype != first.dtype or span.shape != first.shape or span.offset != first.offset + index * step:
             return None
-    return step
+    return step // item_size, *(math.prod(first.shape[at + 1 :]) for at in range(len(first.shape)))
 
 
 def can_stay_in_place(header: Header, address: int) -> bool:

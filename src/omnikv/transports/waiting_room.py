@@ -50,14 +50,25 @@ class WaitingRoom:
         Raises:
             PutRejected: `take` says that there is never enough room, or there was none by `deadline`.
         """
-        is_patient = deadline > time.monotonic()
         no_room: PutRejected | None = None
+        with self._lock:
+            tried_at = None if self._row.waiting else self._row.freed
+        if tried_at is not None:
+            # Nobody waits, so nobody is overtaken.
+            try:
+                return take()
+            except PutRejected as error:
+                if not error.retryable:
+                    raise
+                no_room = error
+        is_patient = deadline > time.monotonic()
         with self._lock:
             ticket = self._next_ticket
             self._next_ticket += 1
         try:
             with self._lock:
-                self._step(admission.Arrive(ticket, is_patient))
+                arrived = admission.Arrive(ticket, is_patient)
+                self._step(arrived if tried_at is None else admission.NoRoom(ticket, is_patient, tried_at))
                 freed = self._turns.pop(ticket, None)
             while freed is not None or (freed := self._wait(ticket, deadline, look)) is not None:
                 try:
