@@ -248,17 +248,19 @@ class OneAtATime(MemoryTransport):
             yield from given
 
 
-class BelievesHints(MemoryTransport):
-    """Takes the word that something is about to be written for the thing itself."""
+class BelievesHeads(MemoryTransport):
+    """Takes how something will begin for the thing itself."""
 
-    def herald(self, payloads):
-        for payload in payloads:
-            with super().reserve(payload, 1) as slot:
+    def reserve_all(self, requests, *, deadline):
+        slots = super().reserve_all(requests, deadline=deadline)
+        for wanted, slot in zip(requests, slots, strict=True):
+            if wanted.head:
                 slot.publish()
+        return slots
 
 
 ALSO_CAUGHT_BY = {
-    BelievesHints: "a_hint_is_no_payload",
+    BelievesHeads: "what_is_told_ahead_is_no_payload",
     GivesUpEarly: "absent_at_the_deadline",
     ForgetsEnds: "acknowledged_is_gone",
     LeasesToAll: "leased_is_not_leased_twice",

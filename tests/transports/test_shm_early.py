@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from stages import assert_same, full_cache, one_to_one
 
 from omnikv import KVReceiver, KVSender
-from omnikv.core.messages import MAX_FORMING_HEAD_NBYTES
+from omnikv.core.messages import MAX_FORMING_HEAD_NBYTES, Forming, Ready, Retired, Segment, Soon
 from omnikv.errors import ProducerFailed
 from omnikv.handoff import cut as cut_module
 from omnikv.handoff import part as part_module
@@ -22,6 +23,9 @@ from omnikv.testing.conformance import NamedPair
 from omnikv.testing.transport_pair import drained, payload_of, put, take
 from omnikv.transports import shm_shelf
 from omnikv.transports.base import PutRequest
+from omnikv.transports.shm_link import ShmLink
+from omnikv.transports.shm_map import make_segment
+from omnikv.transports.shm_window import ShmWindow
 
 CONTENT = b"head" + bytes(4096)
 
@@ -74,7 +78,6 @@ def test_a_target_that_waits_hears_where_its_payload_is_written_and_how_it_will_
     source, target = ends
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
-    source.herald([payload])
     with reserved(source, payload) as slot:
         assert waiting.saw.wait(60)
         [(view, head)] = waiting.views
@@ -122,13 +125,96 @@ def test_a_busy_source_says_nothing_early(pair, ends, pool, monkeypatch):
     assert take(pair, target, payload_of(pair, "r0")) == b"x"
     payload = payload_of(pair, "r1")
     waiting = Waiting(pool, source, target, payload)
-    source.herald([payload])
     with reserved(source, payload) as slot:
         slot.buffer[:] = CONTENT
         slot.publish()
     with waiting.outcome() as lease:
         assert bytes(lease.buffer) == CONTENT
-    assert waiting.views == []
+    assert not any(head for _, head in waiting.views)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What sources say ahead, by its kind."""
+    kinds = []
+    send = ShmLink.send
+
+    def noted(link, message, *more):
+        if isinstance(message, Soon | Forming):
+            kinds.append(type(message))
+        send(link, message, *more)
+
+    monkeypatch.setattr(ShmLink, "send", noted)
+    monkeypatch.setattr(shm_shelf, "AWAKE_S", 0.0)
+    return kinds
+
+
+def hand_over(pool, source, target, payload):
+    """What a target saw that waited for the payload, once it was shown where that is likely to come."""
+    waiting = Waiting(pool, source, target, payload)
+    assert payload.transfer_id == "r0" or waiting.saw.wait(60)
+    with reserved(source, payload) as slot:
+        slot.buffer[:] = CONTENT
+        slot.publish()
+    with waiting.outcome() as lease:
+        assert bytes(lease.buffer) == CONTENT
+        lease.acknowledge()
+    return waiting.views
+
+
+@pytest.mark.parametrize(("long_nbytes", "words"), [(1 << 20, [Soon]), (1, [])], ids=["short", "long"])
+def test_what_takes_the_place_of_the_latest_is_waited_for_there(
+    pair, ends, pool, said, monkeypatch, long_nbytes, words
+):
+    monkeypatch.setattr(shm_shelf, "LONG_NBYTES", long_nbytes)
+    source, target = ends
+    hand_over(pool, source, target, payload_of(pair, "r0"))
+    assert said == [Forming]
+    assert drained(pair, source) == 0
+    [(view, head)] = hand_over(pool, source, target, payload_of(pair, "r1"))
+    assert (len(view), head) == (len(CONTENT), b"")
+    assert said == [Forming, *words]
+
+
+def test_what_comes_elsewhere_is_shown_where_it_is(pair, ends, pool, said):
+    source, target = ends
+    hand_over(pool, source, target, payload_of(pair, "r0"))
+    assert drained(pair, source) == 0
+    with source.reserve(payload_of(pair, "other"), 1):
+        hand_over(pool, source, target, payload_of(pair, "r1"))
+    assert said == [Forming, Forming]
+
+
+def test_of_two_that_wait_none_is_shown_what_is_likely(pair, ends):
+    source, target = ends
+    put(source, payload_of(pair, "r0"), CONTENT)
+    assert take(pair, target, payload_of(pair, "r0")) == CONTENT
+    views = []
+    with ThreadPoolExecutor(1) as pool:
+        other = Waiting(pool, source, target, payload_of(pair, "never"))
+        deadline = time.monotonic() + 0.1
+        found = list(
+            target.get_as_ready([payload_of(pair, "r1")], deadline=deadline, preview=lambda *seen: views.append(seen))
+        )
+        source.fail(payload_of(pair, "never"), "enough")
+        assert isinstance(other.outcome(), ProducerFailed)
+    assert (found, views) == ([], [])
+
+
+def test_nothing_is_likely_where_memory_was_retired():
+    window, link = ShmWindow(), object()
+    fd, room = make_segment(8192)
+    window.link_ready(link)
+    window.handle(link, Segment(1, 8192), [fd])
+    assert window.expected(link) is None
+    arrival = window.handle(link, Ready(1, 1, 1, 4096, 100), [])
+    assert window.expected(link) is arrival.view
+    window.handle(link, Retired(2), [])
+    assert window.expected(link) is arrival.view
+    window.handle(link, Retired(1), [])
+    assert window.expected(link) is None
+    os.close(fd)
+    del room
 
 
 def test_a_preview_that_raises_loses_nothing(pair, ends, pool):

@@ -12,6 +12,7 @@ import pytest
 
 from omnikv.core.messages import PROTOCOL_VERSION, Absent, Forming, Ready, Return, Segment, Soon, Want
 from omnikv.errors import ConnectError, ProducerFailed, TransportError
+from omnikv.transports.base import PutRequest
 from omnikv.transports.link_loop import MAX_UNREADY_LINKS
 from omnikv.transports.shm_address import Peer, is_same_user
 from omnikv.transports.shm_link import MAX_QUEUED_MESSAGES, encode
@@ -221,8 +222,9 @@ def test_a_target_that_reads_nothing_is_not_cut_off_for_what_it_is_told_ahead(wo
     while not source._offers._waiting:
         time.sleep(0.001)
     payload = world.payload("r1")
-    for _ in range(2 * MAX_QUEUED_MESSAGES):
-        source.herald([payload])
+    for _ in range(MAX_QUEUED_MESSAGES):
+        [slot] = source.reserve_all([PutRequest(payload, 4096, head=bytes(4096))], deadline=0.0)
+        slot.drop()
     assert source.counters == {}
     with source.reserve(payload, 7) as slot:
         slot.buffer[:] = b"payload"

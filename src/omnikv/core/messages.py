@@ -142,7 +142,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Soon(msgspec.Struct, frozen=True, array_like=True, tag="soon"):
-    """A source is about to write what a patient ask waits for. A hint to be awake by then, and no answer."""
+    """Where memory is shared: what an ask waits for is being written where the latest payload lay. No answer.
+
+    A hint to be awake when it comes.
+    """
 
     ask: Count
 

@@ -26,6 +26,7 @@ from omnikv.groups.base import Agreement, Group
 from omnikv.groups.exchange import ExchangeAgreement
 from omnikv.handoff.agree import Outcome, Schedule, receive_and_vote
 from omnikv.handoff.cut import Layers, own_layers
+from omnikv.handoff.forecast import Forecast
 from omnikv.handoff.receive import RoleFetch, discard_payloads, gather
 from omnikv.handoff.received import ReceivedKV
 from omnikv.handoff.send import SendReport, SentPiece, fail_all, plan_piece, publish_all
@@ -177,7 +178,6 @@ class KVSender(_RouteEnd):
         started = time.monotonic()
         wait_s = self.config.admission_timeout_s if timeout_s is None else seconds(timeout_s)
         identities = self._identities(request_id, role, attempt)
-        self._transport.herald([identity for identity, _ in identities])
         own = own_layers(layers, self.route.source_boxes[self.rank], num_tokens)
         if self._dtype is not None:
             own = replace(own, dtype=self._dtype)
@@ -268,6 +268,7 @@ class KVReceiver(_RouteEnd):
             TransportUnavailable: the transport cannot start here.
         """
         resolved = (config or HandoffConfig()).with_overrides(transport=transport, options=options)
+        self._forecast = Forecast()
         # Before the transport opens, so that a group that is none leaves nothing behind.
         self._agreement = None if group is None else _as_agreement(group, resolved)
         super().__init__(route, "target", rank, route.pieces_to(rank), resolved, model, reader=reader)
@@ -364,7 +365,8 @@ class KVReceiver(_RouteEnd):
 
     def _role_fetch(self, request_id: str, role: str, attempt: int) -> RoleFetch:
         wanted = self._identities(request_id, role, attempt)
-        return RoleFetch(role, wanted, self.route.target_boxes[self.rank], plain=self.route.is_plain)
+        boxes, plain = self.route.target_boxes[self.rank], self.route.is_plain
+        return RoleFetch(role, wanted, boxes, plain=plain, forecast=self._forecast)
 
     def __enter__(self) -> KVReceiver:
         return self

@@ -67,21 +67,25 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A part that was looked at while it was being written: `read`, should this head lie there in the end as well."""
+    """A part that was looked at before it came: `read`, should this head lie there in the end."""
 
-    address: int
-    nbytes: int
+    memory: memoryview
     head: bytes
     read: _Read
 
+    def is_of(self, memory: memoryview, head: bytes) -> bool:
+        """Whether it is what a part that begins with `head` in `memory` needs."""
+        if self.head != head or len(memory) != len(self.memory):
+            return False
+        return memory is self.memory or address_of(memory) == address_of(self.memory)
+
     def fits(self, memory: memoryview) -> bool:
-        """Whether that is what lies in `memory` now."""
-        is_there = len(memory) == self.nbytes and address_of(memory) == self.address
-        return is_there and bytes(memory[: len(self.head)]) == self.head
+        """Whether it is what lies in `memory` now."""
+        return self.is_of(memory, bytes(memory[: len(self.head)]))
 
 
 def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview, head: bytes) -> Prepared | None:
-    """The views of a part that is being written and has this head, for `read_part`; None where that cannot be."""
+    """The views of a part that will lie in `memory` and have this head, for `read_part`; None where that cannot be."""
     try:
         nbytes = head_nbytes(head, len(memory))
         head = head[:nbytes]
@@ -93,11 +97,10 @@ def prepare_part(identity: PayloadId, piece: Piece, memory: memoryview, head: by
     except OmniKVError:
         # Said when the part itself comes, should it be so by then.
         return None
-    address = address_of(memory)
-    if not can_stay_in_place(read.payload.header, address + nbytes):
+    if not can_stay_in_place(read.payload.header, address_of(memory) + nbytes):
         # Copies of what is not written.
         return None
-    return Prepared(address, len(memory), head, read)
+    return Prepared(memory, head, read)
 
 
 def read_part(

@@ -17,6 +17,7 @@ from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.errors import OmniKVError, ReceiveTimeout, TransportError
 from omnikv.handoff.assemble import assemble
+from omnikv.handoff.forecast import Forecast
 from omnikv.handoff.part import Arrived, Prepared, prepare_part, read_part
 from omnikv.handoff.received import ReceivedKV
 from omnikv.transports.base import Lease, Transport
@@ -29,9 +30,18 @@ class RoleFetch:
     """One role of one request on this rank: what arrived, what is missing, and what went wrong for good."""
 
     def __init__(
-        self, role: str, wanted: Sequence[tuple[PayloadId, Piece]], boxes: Boxes, *, plain: bool = True
+        self,
+        role: str,
+        wanted: Sequence[tuple[PayloadId, Piece]],
+        boxes: Boxes,
+        *,
+        plain: bool = True,
+        forecast: Forecast | None = None,
     ) -> None:
-        """`boxes` are what this rank holds of the request; on a `plain` route they differ from its peers' in heads."""
+        """`boxes` are what this rank holds of the request; on a `plain` route they differ from its peers' in heads.
+
+        `forecast` is the receiver's, which tells what to prepare for before it is known.
+        """
         self.role = role
         self.plain = plain
         self.request_id = wanted[0][0].transfer_id
@@ -41,6 +51,7 @@ class RoleFetch:
         self._pieces = dict(wanted)
         self._boxes = boxes
         self._started = time.monotonic()
+        self._forecast = forecast or Forecast()
         self._arrived: dict[PayloadId, Arrived] = {}
         self._prepared: dict[PayloadId, Prepared | None] = {}
         self._others: tuple[str, ...] = ()
@@ -53,8 +64,14 @@ class RoleFetch:
         return [identity for identity in self._pieces if identity not in self._arrived]
 
     def prepare(self, identity: PayloadId, memory: memoryview, head: bytes) -> None:
-        """Nothing; does ahead what `take` would do for a part that is being written into `memory`."""
-        self._prepared[identity] = prepare_part(identity, self._pieces[identity], memory, head)
+        """Nothing; does ahead what `take` would do for a part that lies in `memory` and begins with `head` in the end.
+
+        An empty one is not known, and foretold.
+        """
+        head = head or self._forecast.head_of(identity)
+        known = self._prepared.get(identity)
+        if head and (known is None or not known.is_of(memory, head)):
+            self._prepared[identity] = prepare_part(identity, self._pieces[identity], memory, head)
 
     def take(self, identity: PayloadId, outcome: Lease | OmniKVError) -> None:
         """Nothing; keeps a part that came, and puts the role together when it was the last; or keeps why it cannot."""
@@ -66,8 +83,10 @@ class RoleFetch:
             try:
                 waited_s = time.monotonic() - self._started
                 prepared = self._prepared.pop(identity, None)
-                self._arrived[identity] = read_part(identity, self._pieces[identity], outcome, waited_s, prepared)
+                part = read_part(identity, self._pieces[identity], outcome, waited_s, prepared)
+                self._arrived[identity] = part
                 unless_kept.pop_all()
+                self._forecast.note(identity, part.payload.header, part.received.nbytes)
                 if len(self._arrived) == len(self._pieces):
                     parts = [self._arrived[wanted] for wanted in self._pieces]
                     self.kv = assemble(parts, self._boxes, self.request_id)

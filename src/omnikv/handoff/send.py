@@ -100,7 +100,7 @@ def publish_all(
         slots = [stack.enter_context(slot) for slot in transport.reserve_all(wanted, deadline=deadline)]
         for slot, (identity, part) in zip(slots, parts, strict=True):
             with _copy_faults_mapped(identity):
-                part.write_into(slot.buffer, pack_threads, slot.written)
+                part.write_into(slot.buffer, pack_threads, slot.written if slot.sends_ahead else None)
             if isinstance(part, LentPayload):
                 slot.lend(part.loan)
         for slot in slots:

@@ -9,7 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 from omnikv.core.keys import PayloadId
-from omnikv.errors import Aborted, AlreadyConsumed, Expired, LocalProtocolError, ProducerFailed, PutRejected
+from omnikv.errors import (
+    Aborted,
+    AlreadyConsumed,
+    Expired,
+    LocalProtocolError,
+    OmniKVError,
+    ProducerFailed,
+    PutRejected,
+)
 from omnikv.testing.transport_pair import (
     TransportPair,
     drained,
@@ -238,27 +246,38 @@ def withdrawing_ends_a_wait(pair: TransportPair) -> None:
         require(take(pair, target, payload) == b"x", "a withdrawn payload must be received when asked for again")
 
 
-def a_hint_is_no_payload(pair: TransportPair) -> None:
-    """A word that something is about to be written may be lost or unheeded, and is never taken for it."""
-    payload = payload_of(pair, "r1")
+def what_is_told_ahead_is_no_payload(pair: TransportPair) -> None:
+    """How a payload will begin, and where it is likely to come, may be told before, and is never taken for it."""
+    first, second = payload_of(pair, "r1"), payload_of(pair, "r2")
+
+    def wait_for(target: Transport, payload: PayloadId) -> Lease:
+        deadline = time.monotonic() + pair.patience_s
+        [(_, outcome)] = target.get_as_ready([payload], deadline=deadline, preview=lambda *seen: None)
+        if isinstance(outcome, OmniKVError):
+            raise outcome
+        return outcome
+
     with ExitStack() as stack:
         source, target = _open(pair, stack)
         _once_met(pair, source, target)
-        source.herald([payload, payload_of(pair, "r2")])
-        absent = target.get(payload, deadline=time.monotonic())
-        require(absent is None, "what was only announced to be written must not be there")
-        waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(lease, pair, target, payload)
-        source.herald([payload])
-        put(source, payload, b"written")
-        with waiting.result() as held:
-            require(bytes(held.buffer) == b"written", "a payload must be what was written, hint or not")
-            held.acknowledge()
-        source.herald([payload])
-        raised_by(AlreadyConsumed, lambda: lease(pair, target, payload), "get of a payload that was used, after a hint")
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        # The second of the same size is likely to come where the first was.
+        for payload, content in ((first, b"written"), (second, b"another")):
+            waiting = pool.submit(wait_for, target, payload)
+            [slot] = source.reserve_all([PutRequest(payload, len(content), head=content[:4])], deadline=0.0)
+            with slot:
+                absent = target.get(payload, deadline=time.monotonic())
+                require(absent is None, "what is only being written must not be there")
+                slot.buffer[:] = content
+                slot.publish()
+            with waiting.result() as held:
+                require(bytes(held.buffer) == content, "a payload must be what was written, whatever was told before")
+                held.acknowledge()
+            require(drained(pair, source) == 0, "a payload must leave its sender after its acknowledgement")
 
 
 NOTICE_CHECKS = (
-    a_hint_is_no_payload,
+    what_is_told_ahead_is_no_payload,
     every_reader_gets_it,
     a_payload_may_have_fewer_readers,
     what_nobody_comes_for_expires,

@@ -100,7 +100,8 @@ class Endpoint:
         return [Seat(rank, reader) for rank in self.peer_ranks for reader in range(readers)]
 
 
-# Hears in which memory a payload is being written, and how it will begin.
+# Hears in which memory a payload is being written and how it will begin; or, with no beginning, in which memory it is
+# likely to come.
 Preview = Callable[[PayloadId, memoryview, bytes], None]
 
 
@@ -118,6 +119,9 @@ class PutRequest(NamedTuple):
 
 class Slot(AbstractContextManager["Slot"]):
     """Room for one payload at its sender. Publishing hands it over; leaving the context otherwise drops it."""
+
+    # Whether bytes can travel before the payload is published: only then is it worth the time to call `written`.
+    sends_ahead: bool = False
 
     @property
     @abstractmethod
@@ -200,13 +204,6 @@ class Transport(ABC):
             TransportError: this transport is closed.
         """
 
-    def herald(self, payloads: Sequence[PayloadId]) -> None:  # noqa: B027
-        """Nothing; a hint to receivers that wait for these payloads: they are about to be written.
-
-        A process that has slept takes longer for everything at first; one that was told is awake by then. This default
-        does nothing, as a transport may at any time.
-        """
-
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none, in their order, as soon as it is there.
 
@@ -243,10 +240,11 @@ class Transport(ABC):
         """Each payload with its lease, or with the error that `get` would raise, as soon as either is known.
 
         Ends when all were given or at `deadline`; what is absent by then is not given. Closing it early gives up the
-        rest. `preview` may be called meanwhile, by this generator, with the memory in which a payload that is waited
-        for is being written, and its head, to prepare for it: nothing of it may be used before the payload itself
-        comes. This default never does, and asks for one after the other; a transport that can wait for several at once
-        overrides it, so that one sender's failure is known although another's payload is still waited for.
+        rest. `preview` may be called meanwhile, by this generator, to prepare for a payload that is waited for: with
+        the memory in which it is being written, and its head; or, before that is known, with the memory in which it
+        is likely to come, and no head. Nothing of it may be used before the payload itself comes. This default never
+        does, and asks for one after the other; a transport that can wait for several at once overrides it, so that one
+        sender's failure is known although another's payload is still waited for.
         """
         for payload in payloads:
             outcome = self._get_or_error(payload, deadline)

@@ -50,10 +50,6 @@ class BoundedTransport(Transport):
         """Room for a payload of `nbytes`; see `Transport.reserve`."""
         return self._inner.reserve(payload, nbytes)
 
-    def herald(self, payloads: Sequence[PayloadId]) -> None:
-        """A hint to receivers that wait for these payloads."""
-        self._inner.herald(payloads)
-
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none; see `Transport.reserve_all`."""
         return self._inner.reserve_all(requests, deadline=deadline)

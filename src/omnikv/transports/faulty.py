@@ -98,6 +98,7 @@ class FaultySlot(Slot):
         self._inner = inner
         self._payload = payload
         self._mischief = mischief
+        self.sends_ahead = inner.sends_ahead
         self._was_published = False
 
     @property
@@ -188,10 +189,6 @@ class FaultyTransport(Transport):
         """Room for a payload of `nbytes`; see `Transport.reserve`."""
         (slot,) = self.reserve_all([PutRequest(payload, nbytes, num_readers)], deadline=0.0)
         return slot
-
-    def herald(self, payloads: Sequence[PayloadId]) -> None:
-        """A hint to receivers that wait for these payloads; may be lost without harm."""
-        self._inner.herald(payloads)
 
     def reserve_all(self, requests: Sequence[PutRequest], *, deadline: float) -> list[Slot]:
         """Room for all the payloads or for none; see `Transport.reserve_all`."""

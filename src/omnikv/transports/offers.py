@@ -41,6 +41,7 @@ class PairSlot(Slot):
         self._shelf = shelf
         self._room = room
         self._view = shelf.view(room)
+        self.sends_ahead = shelf.sends_ahead
 
     @property
     def buffer(self) -> memoryview:
@@ -125,13 +126,6 @@ class Offers(Generic[Room]):
                         self._shelf.promise(link, ask, room, wanted.head)
             on_failure.pop_all()
         return [PairSlot(self, ticket, self._shelf, room) for ticket, room in zip(tickets, rooms, strict=True)]
-
-    def herald(self, payloads: Sequence[PayloadId]) -> None:
-        """Whoever waits for one of the payloads may be told that it is about to be written."""
-        with self._lock:
-            for payload in payloads:
-                for link, ask in self._waiting.get(payload, ()):
-                    self._shelf.herald(link, ask)
 
     def publish(self, ticket: Ticket[Room]) -> None:
         """Hand the payload over, to a waiting receiver from this very thread."""

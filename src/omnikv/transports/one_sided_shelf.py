@@ -66,6 +66,7 @@ class OneSidedShelf:
 
     # A target that reads on without its lease reads what nobody confirms, so its room is free.
     num_lingering = 0
+    sends_ahead = False
 
     def __init__(
         self,
@@ -133,9 +134,6 @@ class OneSidedShelf:
         room.num_reads += 1
         self._tell_server()
         link.send(Placed(ask, lease, room.places(known.address + room.room.offset), notice))
-
-    def herald(self, link: Link, ask: int) -> None:
-        """Nothing; what comes first over the network tells enough."""
 
     def promise(self, link: Link, ask: int, room: Shelved, head: bytes) -> None:
         """Nothing; what is read on its own is read once it is published."""

@@ -101,6 +101,10 @@ class OneSidedWindow:
             raise RemoteProtocolError(f"{message} is nothing that a source says here, or not now")
         return None
 
+    def expected(self, link: Link) -> memoryview | None:
+        """None: memory is taken for what comes."""
+        return None
+
     def link_ready(self, link: Link) -> None:
         """A source that has shown nothing yet gets its thread."""
         assert link.seat is not None

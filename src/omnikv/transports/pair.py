@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from omnikv.core.keys import PayloadId
 from omnikv.core.messages import MAX_MESSAGE_NBYTES, PROTOCOL_VERSION, Hello
 from omnikv.errors import ConfigError, TransportError
 from omnikv.transports.base import Endpoint
@@ -57,11 +56,6 @@ class PairTransport(SidedTransport):
     def counters(self) -> dict[str, int]:
         """How often each kind of trouble with a peer happened."""
         return self._loop.counters
-
-    def herald(self, payloads: Sequence[PayloadId]) -> None:
-        """Nothing; a hint to targets that wait for these payloads: they are about to be written."""
-        if self._offers is not None:
-            self._offers.herald(payloads)
 
     def close(self) -> None:
         """Stop serving, end the thread, give descriptors and memory back; views stay readable. Idempotent."""

@@ -15,6 +15,10 @@ class Shelf(Protocol[Room]):
     """Where a source's payloads lie, and how its targets come to see them. All but `take` and `view` with the lock."""
 
     @property
+    def sends_ahead(self) -> bool:
+        """Whether `wrote` does anything."""
+
+    @property
     def num_lingering(self) -> int:
         """How many rooms were given back and are not free yet, for something still reads them; none once closed."""
 
@@ -36,9 +40,6 @@ class Shelf(Protocol[Room]):
 
         Its bytes stay until the lease ends: by Ack or Return of the peer, or with the link.
         """
-
-    def herald(self, link: Link, ask: int) -> None:
-        """`ask` waits for a payload that is about to be written: the peer may be told, where that is worth it."""
 
     def promise(self, link: Link, ask: int, room: Room, head: bytes) -> None:
         """`ask` waits for the payload that is being written into `room`; what is written may be sent ahead.

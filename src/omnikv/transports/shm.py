@@ -6,12 +6,12 @@ rank listens at an abstract Unix address that both stages compute from user, edg
 the other, and nobody polls. Over a connection (`shm_door`, `shm_link`, and `link_loop` for what all transports share)
 both say Hello with their identity and facts and judge the other's; only the same user may speak. A target then sends
 Want (`wants`); the source answers Ready at once or when the payload is published, straight from the publishing thread,
-or Over (`offers`, with the table of `ledger`). Who waits already is told Soon when the sender begins, and Forming where
-the payload will lie and how it will begin, so that it is awake and prepared (`shm_shelf`). Before the first Ready in a
-segment its descriptor travels over the connection, once (`shm_shelf`); the target maps it and reads the payload in
-place (`shm_window`). Ack ends the payload's life at the source, Return makes it ready again, and so does the end of the
-connection. When several connections of one pair come up, the target uses the first whose greeting ends and closes the
-others; the source answers on whichever it was asked.
+or Over (`offers`, with the table of `ledger`). Who waits already is told by Forming where the payload is being written
+and how it will begin, so that it is awake and prepared; of one that takes the place of the latest it knows, and is only
+woken, by Soon (`shm_shelf`). Before the first Ready in a segment its descriptor travels over the connection, once; the
+target maps it and reads the payload in place (`shm_window`). Ack ends the payload's life at the source, Return makes it
+ready again, and so does the end of the connection. When several connections of one pair come up, the target uses the
+first whose greeting ends and closes the others; the source answers on whichever it was asked.
 
 A source that dies closes its connection: waiting gets fail at once, while data that is leased already stays readable,
 because the reader's mapping keeps the memory alive. Nothing has a name in a file system, so a kill leaves nothing

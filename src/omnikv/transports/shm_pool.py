@@ -75,6 +75,11 @@ class Room:
     offset: int
     nbytes: int
 
+    def is_like(self, other: Room | None) -> bool:
+        """Whether it is the same part of the same segment."""
+        mine = (self.segment, self.offset, self.nbytes)
+        return other is not None and mine == (other.segment, other.offset, other.nbytes)
+
     @property
     def view(self) -> memoryview:
         """The payload's bytes, writable."""

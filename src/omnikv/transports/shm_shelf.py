@@ -1,7 +1,8 @@
 """How a shm source shows its payloads: a segment's descriptor travels once, then a few numbers say where to look.
 
-A target that waits and reads is told ahead, unless the source is busy: that its payload is about to be written, then
-where, and how it will begin. So it is awake, and has prepared its views of the tensors, when the payload is shown.
+A target that waits and reads is told ahead, unless the source is busy: where its payload is being written, and how it
+will begin. So it is awake, and has prepared its views of the tensors, when the payload is shown. A payload that takes
+the place of the latest is prepared for already, and the target is only told to wake up.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from omnikv.transports.shm_pool import Pool, Room
 
 # So long after a payload was shown, processes and their caches are taken to be awake.
 AWAKE_S = 0.001
+# Writing so much takes so long that a target that was woken would be asleep again.
+LONG_NBYTES = 4 << 20
 
 
 class ShmShelf:
     """The pool of a source, and which of its segments each target has been told of."""
 
     num_lingering = 0
+    sends_ahead = False
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._told: dict[Link, set[int]] = {}
+        self._latest: dict[Link, Room] = {}
         self._shown_at = -math.inf
 
     def take(self, sizes: Sequence[int]) -> list[Room]:
@@ -51,18 +56,21 @@ class ShmShelf:
         """Nothing; tells the target where to look."""
         self._share(link, room)
         link.send(Ready(ask, lease, room.segment.number, room.offset, room.nbytes))
+        self._latest[link] = room
         self._shown_at = time.monotonic()
 
-    def herald(self, link: Link, ask: int) -> None:
-        """Nothing; wakes a target that may have fallen asleep."""
-        if self._may_tell_ahead(link):
-            link.send(Soon(ask))
-
     def promise(self, link: Link, ask: int, room: Room, head: bytes) -> None:
-        """Nothing; what is read in place is not sent ahead, but a target that knows its head can prepare for it."""
-        if 0 < len(head) <= MAX_FORMING_HEAD_NBYTES and self._may_tell_ahead(link):
+        """Nothing; what is read in place is not sent ahead, but a target that knows its head can prepare for it.
+
+        It has already where it lies as the latest did (`Window.expected`), and is only woken, unless that is too early.
+        """
+        if not 0 < len(head) <= MAX_FORMING_HEAD_NBYTES or not self._may_tell_ahead(link):
+            return
+        if not room.is_like(self._latest.get(link)):
             self._share(link, room)
             link.send(Forming(ask, room.segment.number, room.offset, room.nbytes, head))
+        elif room.nbytes < LONG_NBYTES:
+            link.send(Soon(ask))
 
     def wrote(self, room: Room, begin: int, end: int) -> None:
         """Nothing; it is read in place, all of it together."""
@@ -90,6 +98,7 @@ class ShmShelf:
     def link_gone(self, link: Link) -> None:
         """Nothing; forgets what the target saw."""
         self._told.pop(link, None)
+        self._latest.pop(link, None)
 
     def close(self) -> None:
         """Nothing; descriptors are given back, memory goes with the last view of it."""

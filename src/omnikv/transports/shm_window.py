@@ -18,6 +18,8 @@ class ShmWindow:
 
     def __init__(self) -> None:
         self._segments: dict[Link, dict[int, memoryview]] = {}
+        # Where the latest payload of each source lay, or is being written.
+        self._latest: dict[Link, tuple[int, int, memoryview]] = {}
 
     def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | Preparation | None:
         """The payload that lies ready in shared memory, or will; maps a shared segment, and forgets a retired one.
@@ -37,7 +39,14 @@ class ShmWindow:
             self._map(link, message, extra)
         elif isinstance(message, Retired):
             self._segments[link].pop(message.segment, None)
+            if link in self._latest and self._latest[link][0] == message.segment:
+                del self._latest[link]
         return None
+
+    def expected(self, link: Link) -> memoryview | None:
+        """Where the latest payload lay: a source that takes room and gives it back takes the same again."""
+        latest = self._latest.get(link)
+        return None if latest is None else latest[2]
 
     def link_ready(self, link: Link) -> None:
         """A source that has shared nothing yet."""
@@ -46,6 +55,7 @@ class ShmWindow:
     def link_gone(self, link: Link) -> None:
         """Nothing; forgets its segments, which stay mapped while they are read."""
         self._segments.pop(link, None)
+        self._latest.pop(link, None)
 
     def given_up(self, link: Link, ask: int) -> None:
         """Nothing; what is not asked for costs nothing here."""
@@ -53,12 +63,19 @@ class ShmWindow:
     def close(self) -> None:
         """Nothing; forgets all."""
         self._segments.clear()
+        self._latest.clear()
 
     def _find(self, link: Link, told: Ready | Forming) -> memoryview:
         segment = self._segments[link].get(told.segment)
         if segment is None or told.offset + told.nbytes > segment.nbytes:
             raise RemoteProtocolError(f"a payload outside of shared memory: {told}")
-        return segment[told.offset : told.offset + told.nbytes]
+        latest = self._latest.get(link)
+        if latest is not None and latest[:2] == (told.segment, told.offset) and len(latest[2]) == told.nbytes:
+            # The very same view, so that it is seen at once to be what was prepared for.
+            return latest[2]
+        view = segment[told.offset : told.offset + told.nbytes]
+        self._latest[link] = told.segment, told.offset, view
+        return view
 
     def _map(self, link: Link, shared: Segment, fds: list[int]) -> None:
         segments = self._segments[link]

@@ -45,6 +45,8 @@ class TcpShelf:
         self._shown: dict[Link, dict[int, Stretch]] = {}
         self._open_lanes: dict[Link, set[ServingLane]] = {}
 
+    sends_ahead = True
+
     @property
     def num_lingering(self) -> int:
         """How many rooms were given back and are still read by a lane; none once closed."""
@@ -91,9 +93,6 @@ class TcpShelf:
         link.send(Leased(ask, lease, stretch.token, stretch.room.nbytes))
         if stretch.pins:
             self._look_again()
-
-    def herald(self, link: Link, ask: int) -> None:
-        """Nothing; what comes first over the network tells enough."""
 
     def promise(self, link: Link, ask: int, stretch: Stretch, head: bytes) -> None:
         """Nothing; tells a target that waits that the payload is being written, and may be pulled as it is."""

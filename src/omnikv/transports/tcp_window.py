@@ -95,6 +95,10 @@ class TcpWindow:
             raise RemoteProtocolError(f"{type(message).__name__} is nothing that a source says here")
         return None
 
+    def expected(self, link: Link) -> memoryview | None:
+        """None: memory is taken for what comes."""
+        return None
+
     def link_ready(self, link: Link) -> None:
         """Nothing; opens lanes to the source."""
         assert isinstance(link, ProvedLink)

@@ -37,6 +37,8 @@ from omnikv.transports.window import Arrival, PairLease, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
+# What is there already comes sooner than this after it was asked for.
+AT_ONCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,10 @@ class Wants:
                 self._require_open()
                 for payload in payloads:
                     self._pursue(self._open(payload, is_patient, changed, asks))
+                # Others that wait here too have use for the time, and for the memory in which a payload is likely.
+                is_alone = len(self._asks) == len(asks)
+            if preview is not None and is_patient and is_alone:
+                self._prepare_ahead(asks, preview, changed, limit)
             while asks:
                 known = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
                 if known is None:
@@ -278,6 +284,20 @@ class Wants:
         if settled is not None or preview is None or time.monotonic() >= limit:
             return settled
         return next((ask for ask in asks if ask.forming is not None), None)
+
+    def _prepare_ahead(self, asks: dict[int, Ask], preview: Preview, changed: Bell, limit: float) -> None:
+        """Nothing; where nothing comes at once, `preview` knows in which memory the payloads are likely to come."""
+        at_once = time.monotonic() + AT_ONCE_S
+        if at_once >= limit:
+            return
+        if changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), at_once) is not None:
+            return
+        with self._lock:
+            linked = {ask.link: ask for ask in asks.values() if ask.link is not None and not ask.is_settled}
+            likely = [(ask, self._window.expected(link)) for link, ask in linked.items()]
+        for ask, view in likely:
+            if view is not None:
+                preview(ask.payload, view, b"")
 
     def _show(self, ask: Ask, preview: Preview) -> None:
         """Nothing; `preview` knows where the payload is being written, and the payload itself came if it could."""

@@ -52,6 +52,9 @@ class Window(Protocol):
             RemoteProtocolError: it may not be said, or not now.
         """
 
+    def expected(self, link: Link) -> memoryview | None:
+        """Where this source's next payload is likely to be, if it comes in memory that is here already."""
+
     def link_ready(self, link: Link) -> None:
         """A source is there that has shown nothing yet."""
 
