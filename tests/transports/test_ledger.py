@@ -247,6 +247,20 @@ def test_a_lease_number_is_never_used_twice():
     assert ledger.held == 1
 
 
+def test_a_lease_that_could_not_be_passed_on_is_nobodys():
+    ledger, payload, shown = quiet_ledger(), payload_of("a"), []
+    put(ledger, payload)
+
+    def refuse(grant):
+        raise ConnectionError("no way to the reader")
+
+    with pytest.raises(ConnectionError):
+        ledger.ask(payload, 0, "holder", 0.0, refuse)
+    assert ledger.census()["leased"] == 0
+    assert ledger.ask(payload, 0, "another", 0.0, shown.append) == shown[0]
+    assert ledger.census()["leased"] == 1
+
+
 def test_only_the_latest_ends_are_remembered(monkeypatch):
     monkeypatch.setattr(ledger_module, "MAX_ENDS", 3)
     ledger = quiet_ledger()

@@ -182,8 +182,18 @@ class Ledger(Generic[Room]):
         """Nothing; as `fail`, for a request that nobody needs any more."""
         self._apply(self._records.get(payload) or self._new(payload), core.Abort(spell_reason(cause)), now)
 
-    def ask(self, payload: PayloadId, reader: int, holder: Hashable, now: float) -> Grant[Room] | End | None:
-        """A lease for `holder`, which acts for `reader`; or how the payload's life ended; or None: not yet."""
+    def ask(
+        self,
+        payload: PayloadId,
+        reader: int,
+        holder: Hashable,
+        now: float,
+        show: Callable[[Grant[Room]], None] | None = None,
+    ) -> Grant[Room] | End | None:
+        """A lease for `holder`, which acts for `reader`; or how the payload's life ended; or None: not yet.
+
+        `show` passes the lease on before it is entered here, so that its holder does not wait for that.
+        """
         self.expire(now)
         record = self._records.get(payload)
         if record is None:
@@ -195,10 +205,13 @@ class Ledger(Generic[Room]):
             return None
         lease = self._next_lease
         self._next_lease += 1
+        assert record.room is not None
+        grant = Grant(lease, record.room)
+        if show is not None:
+            show(grant)
         self._leases[lease] = record
         self._apply(record, core.Take(lease, reader, holder), now)
-        assert record.room is not None
-        return Grant(lease, record.room)
+        return grant
 
     def acknowledge(self, lease: int, holder: Hashable, now: float) -> bool:
         """Whether `holder` held that lease, or was noted for it by `lapse`: if so, it used the payload."""

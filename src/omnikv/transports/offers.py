@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Generic
 
 from omnikv.core.keys import PayloadId
@@ -25,7 +26,7 @@ from omnikv.core.messages import Absent, Ack, Interest, Over, Return, Unwant, Wa
 from omnikv.errors import ConfigError, RemoteProtocolError, TransportError
 from omnikv.transports.base import MAX_ASKS, Endpoint, PutRequest, Slot
 from omnikv.transports.bell import Bell
-from omnikv.transports.ledger import Ledger, Ticket
+from omnikv.transports.ledger import Grant, Ledger, Ticket
 from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Link
 from omnikv.transports.shelf import LendingShelf, Room, Shelf
@@ -324,14 +325,14 @@ class Offers(Generic[Room]):
 
     def _answer(self, link: Link, ask: int, payload: PayloadId) -> bool:
         assert link.seat is not None
-        told = self._ledger.ask(payload, link.seat.reader, link, time.monotonic())
-        if told is None:
-            return False
+        show = partial(self._show, link, ask)
+        told = self._ledger.ask(payload, link.seat.reader, link, time.monotonic(), show)
         if isinstance(told, End):
             link.send(Over(ask, told.how, told.generation, told.cause))
-        else:
-            self._shelf.show(link, ask, told.lease, told.room)
-        return True
+        return told is not None
+
+    def _show(self, link: Link, ask: int, grant: Grant[Room]) -> None:
+        self._shelf.show(link, ask, grant.lease, grant.room)
 
     def _forget_ask(self, link: Link, ask: int) -> None:
         payload = self._asks[link].pop(ask, None)
