@@ -9,19 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnikv.core.wire import (
-    ALIGNMENT,
-    ITEM_SIZES,
     MAX_HEADER_BYTES,
     UNSEALED,
     Extension,
     Header,
     encode_head,
-    lay_out,
     require_identity,
     seal,
     split_digest,
 )
 from omnikv.core.wire_decode import decode, decode_head, head_nbytes
+from omnikv.core.wire_spans import ALIGNMENT, ITEM_SIZES, lay_out
 from omnikv.errors import ConfigError, WireError, WireReason
 
 EXTENSION = Extension(source_rank=2, target_rank=1, role="cfg_text", attempt=3, heads=(4, 5))

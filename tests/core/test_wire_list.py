@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnikv.core import wire_decode
-from omnikv.core.wire import PREFIX_NBYTES, Header, encode_head, lay_out
+from omnikv.core.wire import PREFIX_NBYTES, Header, encode_head
 from omnikv.core.wire_decode import decode_head
+from omnikv.core.wire_spans import lay_out
 from omnikv.errors import WireError
 
 LIST = '"td":[{"n":"key_cache_0","x":true},{"n":"value_cache_0","x":true}]'

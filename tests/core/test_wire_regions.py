@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from omnikv.core.boxes import Region, Span
 from omnikv.core.tokens import Stripe
-from omnikv.core.wire import MAX_INTEGER, Extension, Header, encode_head
+from omnikv.core.wire import Extension, Header, encode_head
 from omnikv.core.wire_decode import decode
 from omnikv.core.wire_regions import read_regions, spell_regions
+from omnikv.core.wire_spans import MAX_INTEGER
 from omnikv.errors import WireError, WireReason
 
 small = st.integers(0, 1 << 40)

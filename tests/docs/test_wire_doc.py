@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from omnikv.core.wire import ITEM_SIZES
+from omnikv.core.wire_spans import ITEM_SIZES
 from omnikv.errors import WireReason
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire.md"

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnikv import Edge, Parallel, PayloadId, Route
-from omnikv.core.wire import ALIGNMENT, DIGEST_KEY, PREFIX_NBYTES, UNSEALED, seal
+from omnikv.core.wire import DIGEST_KEY, PREFIX_NBYTES, UNSEALED, seal
+from omnikv.core.wire_spans import ALIGNMENT
 from omnikv.errors import OmniKVError
 from omnikv.handoff.assemble import assemble
 from omnikv.handoff.part import read_part

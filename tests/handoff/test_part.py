@@ -14,7 +14,8 @@ from omnikv import Edge, Layout, PagedKV, Parallel, PayloadId, Route
 from omnikv.core.boxes import Region, Span
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import Stripe
-from omnikv.core.wire import PREFIX_NBYTES, UNSEALED, Extension, Header, encode_head, lay_out, seal
+from omnikv.core.wire import PREFIX_NBYTES, UNSEALED, Extension, Header, encode_head, seal
+from omnikv.core.wire_spans import lay_out
 from omnikv.errors import ConfigError, ReceiveTimeout, RemoteProtocolError, WireError
 from omnikv.handoff import part as part_module
 from omnikv.handoff.assemble import assemble

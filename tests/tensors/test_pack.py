@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omnikv.core.wire import ALIGNMENT, ITEM_SIZES, Extension
+from omnikv.core.wire import Extension
+from omnikv.core.wire_spans import ALIGNMENT, ITEM_SIZES
 from omnikv.errors import ConfigError, WireError, WireReason
 from omnikv.tensors import unpack
 from omnikv.tensors.kv import DenseSource, LayerSource

@@ -11,7 +11,8 @@ import struct
 import pytest
 import torch
 
-from omnikv.core.wire import ITEM_SIZES, Extension
+from omnikv.core.wire import Extension
+from omnikv.core.wire_spans import ITEM_SIZES
 from omnikv.errors import ConfigError, LocalProtocolError, OmniKVError, WireError, WireReason
 from omnikv.tensors.kv import DenseSource, LayerSource
 from omnikv.tensors.pack import KVCacheTransferData, decode_payload, plan_payload

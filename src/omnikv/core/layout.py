@@ -19,7 +19,7 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from omnikv.core.wire import ITEM_SIZES
+from omnikv.core.wire_spans import ITEM_SIZES
 from omnikv.errors import ConfigError
 
 RotaryOrder = Literal["halves", "interleaved"]

@@ -20,44 +20,29 @@ import math
 import operator
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from omnikv.core.boxes import Region
-from omnikv.core.hashed import Hashed
 from omnikv.core.wire_regions import spell_regions
+from omnikv.core.wire_spans import ALIGNMENT, MAX_INTEGER, TensorSpan, aligned, spell_entries
 from omnikv.errors import ConfigError, WireError, WireReason
 
-Kind = Literal["key", "value"]
 Scope = Literal["all", "header"]
 
 PREFIX_NBYTES = 4
-ALIGNMENT = 64
 MAX_HEADER_BYTES = 8 << 20
 # Reading takes time for each value and tensor, not for each byte: together these keep the longest well under a second.
 MAX_HEADER_MARKS = 1 << 19
 MAX_TENSORS = 1 << 14
-MAX_DIMS = 8
-MAX_INTEGER = 2**63 - 1
 # Numbers in metadata may be larger than MAX_INTEGER (hashes), but parsing digits costs their square.
 MAX_INTEGER_DIGITS = 100
-ENTRIES_KEY = "td"
 EXTENSION_KEY = "omnikv"
 EXTENSION_VERSION = 1
 # Of payloads whose i-th pair is not layer i: readers that know only version 1 must not read them.
 REGIONS_VERSION = 2
 SLICE_STAMP_KEY = "tp_head_slice"
-
-# Bytes per element of each dtype that a payload may hold: the names that released readers accept.
-ITEM_SIZES: Mapping[str, int] = MappingProxyType(
-    {
-        "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-        "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
-        "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
-    }
-)  # fmt: skip
 
 DIGEST_KEY = "ck"
 DIGEST_ALGORITHM = "xxh3_128"
@@ -70,17 +55,6 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 # Shows a value of unknown size and depth in a message, shortened.
 show = _shown.repr
-
-
-class TensorSpan(NamedTuple):
-    """Where one tensor lies: `offset` and `nbytes` in the data, dtype by name, contiguous in C order."""
-
-    kind: Kind
-    layer: int
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,32 +99,6 @@ class Digest(NamedTuple):
     at: int
 
 
-def lay_out(tensors: Iterable[tuple[Kind, int, str, tuple[int, ...]]]) -> tuple[tuple[TensorSpan, ...], int]:
-    """The span of each `(kind, layer, dtype, shape)`, aligned and in the given order, and the data's size in bytes.
-
-    Raises:
-        ConfigError: a dtype that payloads cannot hold, or a shape over the limits.
-    """
-    spans: list[TensorSpan] = []
-    end = 0
-    for kind, layer, dtype, shape in tensors:
-        if dtype not in ITEM_SIZES:
-            raise ConfigError(
-                f"the {kind} of layer {layer} has dtype {dtype}, which a payload cannot hold; convert it to one of "
-                f"{', '.join(ITEM_SIZES)}"
-            )
-        nbytes = tensor_nbytes(shape, ITEM_SIZES[dtype])
-        if nbytes is None:
-            raise ConfigError(
-                f"the {kind} of layer {layer} has shape {list(shape)}: at most {MAX_DIMS} dimensions and "
-                f"{MAX_INTEGER} bytes fit in a payload"
-            )
-        offset = _aligned(end)
-        spans.append(TensorSpan(kind, layer, dtype, shape, offset, nbytes))
-        end = offset + nbytes
-    return Hashed(spans), end
-
-
 def encode_head(header: Header) -> bytes:
     """The head of a payload of ours, with its checksum still `UNSEALED`; its length is a multiple of `ALIGNMENT`.
 
@@ -163,7 +111,7 @@ def encode_head(header: Header) -> bytes:
     text = f'{{"rid":{_to_json(header.request_id)},"bids":{block_ids},"meta":{_spell_metadata(header.metadata)},'
     extension, scope = header.extension or Extension(), header.scope or "header"
     text += _spell_body(header.num_layers, header.spans, extension, header.data_nbytes, scope)
-    nbytes = _aligned(PREFIX_NBYTES + len(text)) - PREFIX_NBYTES
+    nbytes = aligned(PREFIX_NBYTES + len(text)) - PREFIX_NBYTES
     if nbytes > MAX_HEADER_BYTES:
         raise ConfigError(
             f"the header of request {show(header.request_id)} takes {nbytes} bytes, at most {MAX_HEADER_BYTES} "
@@ -268,20 +216,6 @@ def require_identity(header: Header, *, request_id: str | None = None, target_ra
             )
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def tensor_nbytes(shape: Sequence[int], item_size: int) -> int | None:
-    """The bytes of a contiguous tensor with these sizes, none negative, or None when it is over the limits."""
-    if len(shape) > MAX_DIMS:
-        return None
-    nbytes = math.prod(shape) * item_size
-    # A zero size hides no overflow: strides are computed from the others.
-    bound = nbytes or math.prod([size or 1 for size in shape]) * item_size
-    return nbytes if bound <= MAX_INTEGER else None
-
-
 def _require_request_id(request_id: object) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise ConfigError(f"request_id must be a non-empty string, got {show(request_id)}")
@@ -325,22 +259,11 @@ def _spell_body(
     num_layers: int, spans: tuple[TensorSpan, ...], extension: Extension, data_nbytes: int, scope: Scope
 ) -> str:
     """A head from its list of tensors on, without the spaces at its end."""
-    present = {(span.kind, span.layer): span for span in spans}
-    entries = [
-        _describe(kind, layer, present.get((kind, layer))) for kind in ("key", "value") for layer in range(num_layers)
-    ]
     return (
-        f'"{ENTRIES_KEY}":{_to_json(entries)},"nl":{num_layers},'
+        f'{spell_entries(num_layers, spans)},"nl":{num_layers},'
         f'"{EXTENSION_KEY}":{_spell_extension(extension, data_nbytes)},'
         f'"{DIGEST_KEY}":"{DIGEST_ALGORITHM}.{scope}.{UNSEALED}"}}'
     )
-
-
-def _describe(kind: str, layer: int, span: TensorSpan | None) -> dict[str, Any]:
-    name = f"{kind}_cache_{layer}"
-    if span is None:
-        return {"n": name, "x": True}
-    return {"n": name, "i": layer, "d": span.dtype, "s": list(span.shape), "o": span.offset, "b": span.nbytes}
 
 
 def _spell_extension(extension: Extension, data_nbytes: int) -> str:

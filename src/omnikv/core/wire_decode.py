@@ -15,37 +15,28 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from typing import Any, NamedTuple, NoReturn
 
-from omnikv.core.hashed import Hashed
 from omnikv.core.wire import (
-    ALIGNMENT,
     DIGEST_KEY,
-    ENTRIES_KEY,
     EXTENSION_KEY,
     EXTENSION_VERSION,
-    ITEM_SIZES,
-    MAX_DIMS,
     MAX_HEADER_BYTES,
-    MAX_INTEGER,
-    MAX_TENSORS,
     PREFIX_NBYTES,
     REGIONS_VERSION,
     UNSEALED,
     Extension,
     Header,
-    Kind,
     Scope,
-    TensorSpan,
     parse_json,
     show,
     split_digest,
-    tensor_nbytes,
     text_of,
 )
+from omnikv.core.wire_entries import Listed, read_alike, read_list
 from omnikv.core.wire_fields import as_integer, as_integers, as_object, as_optional_integer, as_text, refuse
 from omnikv.core.wire_regions import read_regions
+from omnikv.core.wire_spans import ALIGNMENT, ENTRIES_KEY, MAX_INTEGER, TensorSpan
 from omnikv.errors import WireError, WireReason
 
 # The texts around the list of tensors as we write heads, and what stands in its place while the rest is parsed.
@@ -57,7 +48,6 @@ _JSON_SPACES = b" \t\n\r"
 # A longer head is parsed whole, so that what is kept stays small.
 _MAX_KEPT_NBYTES = 64 << 10
 _REST_KEYS = frozenset((ENTRIES_KEY, "nl", EXTENSION_KEY, DIGEST_KEY))
-_TENSOR_NAME = re.compile(r"(key|value)_cache_(0|[1-9][0-9]{0,9})", re.ASCII)
 
 
 def head_nbytes(start: bytes | bytearray | memoryview, payload_nbytes: int) -> int:
@@ -109,7 +99,7 @@ def decode_head(head: bytes, payload_nbytes: int) -> Header:
     if body is not None:
         listed, stated = body.listed, body.stated
     else:
-        listed = _read_list(fields.get(ENTRIES_KEY), as_integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT))
+        listed = read_list(fields.get(ENTRIES_KEY), as_integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT))
         stated = _read_stated(fields.get(EXTENSION_KEY))
     extension = stated.extension
     data_nbytes = _fitting_nbytes(stated, len(head), payload_nbytes)
@@ -169,14 +159,6 @@ def _load_object(text: str) -> dict[str, Any]:
 # --- tensors ---
 
 
-class _Listed(NamedTuple):
-    """A list of tensors that was read: its layers, its spans, and the data's size that they tile, None for none."""
-
-    num_layers: int
-    spans: tuple[TensorSpan, ...]
-    tiled_nbytes: int | None
-
-
 class _Stated(NamedTuple):
     """What we added to a head, and the data's size that it states; a released engine's head has neither."""
 
@@ -188,7 +170,7 @@ class _Body(NamedTuple):
     """What a head says from its list of tensors on: the fields behind the list, the list, and what we stated."""
 
     fields: dict[str, Any]
-    listed: _Listed
+    listed: Listed
     stated: _Stated
 
 
@@ -202,90 +184,24 @@ def _body_in(body: bytes, *, is_sealed: bool) -> _Body:
     text = body.decode() + f'{UNSEALED}"}}' * is_sealed
     end = text.find(_LIST_END)
     fields = parse_json(f'{{"{ENTRIES_KEY}":{_MARK}{text[end:]}')
-    rest = parse_json(f"{{{text[:end]}}}")
-    if _MARK in text or fields.pop(ENTRIES_KEY) != _LIST_MARK or not fields.keys() <= _REST_KEYS or len(rest) != 1:
+    if _MARK in text or fields.pop(ENTRIES_KEY) != _LIST_MARK or not fields.keys() <= _REST_KEYS:
         raise ValueError("the list of tensors stands among other keys than we write")
     num_layers = as_integer(fields.get("nl"), "nl", WireReason.LAYER_COUNT)
-    listed = _read_list(rest[ENTRIES_KEY], num_layers)
-    data_nbytes = max((span.offset + span.nbytes for span in listed.spans), default=0)
-    _check_tiled_spans(listed.spans, 0, data_nbytes)
+    listed = read_alike(text[:end], num_layers) or _read_tiled(text[:end], num_layers)
     stated = _read_stated(fields.get(EXTENSION_KEY))
     if is_sealed and stated.extension is None:
         raise ValueError("what is refused is said with the checksum that came")
-    return _Body(fields, listed._replace(tiled_nbytes=data_nbytes), stated)
+    return _Body(fields, listed, stated)
 
 
-def _read_list(entries: object, num_layers: int) -> _Listed:
-    if not isinstance(entries, list) or len(entries) != 2 * num_layers:
-        found = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
-        refuse(
-            WireReason.LAYER_COUNT,
-            f'"{ENTRIES_KEY}" must hold a key and a value for each of {num_layers} layers, got {found}',
-        )
-    if len(entries) > MAX_TENSORS:
-        refuse(WireReason.LAYER_COUNT, f"the payload lists {len(entries)} tensors, at most {MAX_TENSORS} are read")
-    return _Listed(num_layers, _read_entries(entries, num_layers), None)
-
-
-def _read_entries(entries: list[Any], num_layers: int) -> tuple[TensorSpan, ...]:
-    """The spans of the layers that were sent; each layer has exactly one key and one value, or lacks both."""
-    spans: list[TensorSpan] = []
-    present: dict[tuple[Kind, int], bool] = {}
-    for entry in entries:
-        fields = as_object(entry, 'an entry of "td"')
-        kind, layer = _read_name(fields, num_layers)
-        if (kind, layer) in present:
-            refuse(WireReason.DUPLICATE_LAYER, f"the {kind} of layer {layer} is listed twice")
-        missing = fields.get("x", False)
-        if type(missing) is not bool:
-            refuse(
-                WireReason.HEADER_FIELD, f'"x" of the {kind} of layer {layer} must be a boolean, got {show(missing)}'
-            )
-        present[kind, layer] = not missing
-        if not missing:
-            spans.append(_read_span(fields, kind, layer))
-    # 2 * num_layers distinct names within range: each layer has both entries.
-    for layer in range(num_layers):
-        if present["key", layer] != present["value", layer]:
-            absent = "value" if present["key", layer] else "key"
-            refuse(WireReason.MISSING_LAYER, f"layer {layer} has no {absent}: both must be sent, or neither")
-    return Hashed(spans)
-
-
-def _read_name(fields: dict[str, Any], num_layers: int) -> tuple[Kind, int]:
-    name = fields.get("n")
-    match = _TENSOR_NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
-        refuse(WireReason.TENSOR_NAME, f"a tensor is named key_cache_<layer> or value_cache_<layer>, got {show(name)}")
-    kind: Kind = "key" if match[1] == "key" else "value"
-    layer = int(match[2])
-    index = fields.get("i")
-    if index is not None and (type(index) is not int or index != layer):
-        refuse(WireReason.TENSOR_NAME, f'the name {name} and the index "i" {show(index)} name different layers')
-    if layer >= num_layers:
-        refuse(WireReason.LAYER_COUNT, f"{name} is outside the payload's {num_layers} layers")
-    return kind, layer
-
-
-def _read_span(fields: dict[str, Any], kind: Kind, layer: int) -> TensorSpan:
-    # Runs once a tensor: texts are only put together where they are needed.
-    dtype, shape, offset, nbytes = fields.get("d"), fields.get("s"), fields.get("o"), fields.get("b")
-    item_size = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
-    if not isinstance(dtype, str) or item_size is None:
-        known = ", ".join(ITEM_SIZES)
-        refuse(WireReason.DTYPE, f"the {kind} of layer {layer} has the unknown dtype {show(dtype)}; known are {known}")
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has a shape that is no list of sizes: {show(shape)}")
-    expected = tensor_nbytes(shape, item_size)
-    if expected is None:
-        limits = f"over {MAX_DIMS} dimensions or {MAX_INTEGER} bytes"
-        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} has shape {show(shape)}: {limits}")
-    if type(nbytes) is not int or nbytes != expected:
-        stated = f"states {show(nbytes)} bytes, but shape {show(shape)} of {dtype} takes {expected}"
-        refuse(WireReason.SHAPE, f"the {kind} of layer {layer} {stated}")
-    if type(offset) is not int or not 0 <= offset <= MAX_INTEGER:
-        refuse(WireReason.SPAN_OUT_OF_RANGE, f"the {kind} of layer {layer} begins at no byte: {show(offset)}")
-    return TensorSpan(kind, layer, dtype, tuple(shape), offset, nbytes)
+def _read_tiled(text: str, num_layers: int) -> Listed:
+    rest = parse_json(f"{{{text}}}")
+    if len(rest) != 1:
+        raise ValueError("another key stands beside the list of tensors")
+    listed = read_list(rest[ENTRIES_KEY], num_layers)
+    data_nbytes = max((span.offset + span.nbytes for span in listed.spans), default=0)
+    _check_tiled_spans(listed.spans, 0, data_nbytes)
+    return listed._replace(tiled_nbytes=data_nbytes)
 
 
 def _check_published_spans(spans: tuple[TensorSpan, ...], data_start: int, available: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from omnikv.core.wire import MAX_INTEGER, PREFIX_NBYTES, show
+from omnikv.core.wire import PREFIX_NBYTES, show
+from omnikv.core.wire_spans import MAX_INTEGER
 from omnikv.errors import WireError, WireReason
 
 

@@ -15,8 +15,9 @@ from omnikv.core.boxes import EVERY_LAYER, HeadIds, Region, Span
 from omnikv.core.keys import PayloadId
 from omnikv.core.plan import Piece
 from omnikv.core.tokens import ALL_TOKENS, State, count
-from omnikv.core.wire import Extension, Header, TensorSpan, show, split_digest
+from omnikv.core.wire import Extension, Header, show, split_digest
 from omnikv.core.wire_decode import head_nbytes
+from omnikv.core.wire_spans import TensorSpan
 from omnikv.errors import OmniKVError, RemoteProtocolError
 from omnikv.handoff.received import ReceivedPiece
 from omnikv.tensors.borrow import address_of
@@ -216,12 +217,17 @@ def _find_misfit(
     """Which tensor has not the shape that its region tells, in words, or None."""
     rest = iter(shapes)
     for box, region in zip(piece.boxes, found, strict=True):
+        is_state, fitting = box.target_share == State(), None
         for layer, pair in zip(range(*region.layers), rest, strict=False):
             # Layers that nothing is known of may be windows, which hold fewer tokens.
             is_known = is_stated or box.layers.stop != EVERY_LAYER.stop
             rows = count(region.tokens) if is_known else _num_rows(pair["key"])
+            if (rows, pair) == fitting:
+                # Most layers are like the one before.
+                continue
+            fitting = rows, pair
             for name in LayerKV._fields:
-                if not _fits(pair[name], rows, len(region.heads), is_state=box.target_share == State()):
+                if not _fits(pair[name], rows, len(region.heads), is_state=is_state):
                     expected = f"[{rows}, {len(region.heads)}, head_dim]"
                     return f"'s layer {layer} {name} has shape {list(pair[name])}, expected {expected}"
     return None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from omnikv.core.wire import ALIGNMENT
+from omnikv.core.wire_spans import ALIGNMENT
 from omnikv.errors import ConfigError, RemoteProtocolError
 from omnikv.tensors.unpack import DTYPES
 

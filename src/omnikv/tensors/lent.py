@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from omnikv.core.lending import MAX_SPANS, Loan, Memory, Span
-from omnikv.core.wire import TensorSpan
+from omnikv.core.wire_spans import TensorSpan
 from omnikv.errors import ConfigError
 from omnikv.tensors.blocks import BlockSource
 from omnikv.tensors.fill import WrittenRange, fill

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import xxhash
 
-from omnikv.core.wire import Extension, Header, Kind, TensorSpan, encode_head, lay_out, seal_new, show
+from omnikv.core.wire import Extension, Header, encode_head, seal_new, show
+from omnikv.core.wire_spans import Kind, TensorSpan, lay_out
 from omnikv.errors import ConfigError, LocalProtocolError, WireError, WireReason
 from omnikv.tensors.fill import Written, WrittenRange, fill, move_all
 from omnikv.tensors.kv import DenseSource, LayerSource, LayerSources, Move, TensorSource
@@ -347,7 +348,7 @@ def _as_sources(layer_blocks: object) -> list[LayerSource | None]:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def _room_for_data(view: memoryview, start: int, nbytes: int) -> torch.Tensor:

@@ -11,19 +11,9 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from omnikv.core.wire import (
-    ITEM_SIZES,
-    PREFIX_NBYTES,
-    UNSEALED,
-    Digest,
-    Header,
-    TensorSpan,
-    require_identity,
-    seal,
-    show,
-    split_digest,
-)
+from omnikv.core.wire import PREFIX_NBYTES, UNSEALED, Digest, Header, require_identity, seal, show, split_digest
 from omnikv.core.wire_decode import decode_head, head_nbytes
+from omnikv.core.wire_spans import ITEM_SIZES, TensorSpan
 from omnikv.errors import ConfigError, WireError, WireReason
 from omnikv.tensors.borrow import borrowed
 from omnikv.tensors.kv import LayerKV

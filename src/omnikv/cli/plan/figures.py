@@ -10,7 +10,7 @@ from omnikv.core.boxes import Box, Boxes, Span, checked_boxes
 from omnikv.core.partition import Parallel
 from omnikv.core.plan import Piece, SharedBox, StageIndex, plan_target, prove, prove_at
 from omnikv.core.tokens import count
-from omnikv.core.wire import ITEM_SIZES
+from omnikv.core.wire_spans import ITEM_SIZES
 from omnikv.errors import ConfigError, TopologyError
 
 
