@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from omnikv.core.messages import Ready
+from omnikv.errors import AlreadyConsumed
 from omnikv.testing.conformance import NamedPair
 from omnikv.testing.transport_pair import drained, lease, payload_of, put, take
 from omnikv.transports import wants
 from omnikv.transports.bell import Bell
+from omnikv.transports.shm_link import ShmLink
 
 
 class Interrupting:
@@ -54,6 +57,38 @@ def test_a_lease_whose_end_was_interrupted_is_ended_by_the_next_one(pair, monkey
         if end == "release":
             lease(pair, target, payload).acknowledge()
         assert drained(pair, source) == 0
+
+
+def test_a_payload_that_was_handed_over_as_ctrl_c_came_is_used_once(monkeypatch):
+    pair = NamedPair(transport="shm")
+    send = ShmLink.send
+
+    def interrupted(link, message, *more):
+        send(link, message, *more)
+        if isinstance(message, Ready):
+            raise KeyboardInterrupt
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pair.open_source(0, (0,), {}) as source,
+        pair.open_target(0, (0,), {}) as target,
+    ):
+        payload = payload_of(pair, "r1")
+        waiting = pool.submit(lease, pair, target, payload)
+        while not source._offers._waiting:
+            time.sleep(0.001)
+        slot = source.reserve(payload, len(b"once"))
+        slot.buffer[:] = b"once"
+        with monkeypatch.context() as patched:
+            patched.setattr(ShmLink, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                slot.publish()
+        waiting.result(timeout=60).acknowledge()
+        assert drained(pair, source) == 0
+        with pytest.raises(AlreadyConsumed):
+            target.get(payload, deadline=time.monotonic())
+        put(source, payload, b"again")
+        assert take(pair, target, payload) == b"again"
 
 
 def test_a_last_look_that_was_interrupted_leaves_no_lease(monkeypatch):

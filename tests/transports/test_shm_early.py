@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from threading import Event
 
 import pytest
@@ -21,7 +22,7 @@ from omnikv.handoff.receive import RoleFetch
 from omnikv.tensors.kv import DenseSource
 from omnikv.testing.conformance import NamedPair
 from omnikv.testing.transport_pair import drained, payload_of, put, take
-from omnikv.transports import shm_shelf
+from omnikv.transports import shm_shelf, wants
 from omnikv.transports.base import PutRequest
 from omnikv.transports.shm_link import ShmLink
 from omnikv.transports.shm_map import make_segment
@@ -199,6 +200,32 @@ def test_of_two_that_wait_none_is_shown_what_is_likely(pair, ends):
         source.fail(payload_of(pair, "never"), "enough")
         assert isinstance(other.outcome(), ProducerFailed)
     assert (found, views) == ([], [])
+
+
+def test_nothing_more_is_shown_ahead_once_time_is_up(pair):
+    with ExitStack() as stack:
+        target = stack.enter_context(pair.open_target(0, (0, 1), {}))
+        for rank in (0, 1):
+            source = stack.enter_context(pair.open_source(rank, (0,), {}))
+            put(source, payload_of(pair, "r0", source=rank), CONTENT)
+            assert take(pair, target, payload_of(pair, "r0", source=rank)) == CONTENT
+        wanted = [payload_of(pair, "r1", source=rank) for rank in (0, 1)]
+        deadline, shown = time.monotonic() + 0.2, []
+
+        def preview(payload, view, head):
+            shown.append(payload)
+            while time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        assert list(target.get_as_ready(wanted, deadline=deadline, preview=preview)) == []
+    assert len(shown) == 1
+
+
+def test_who_wants_nothing_waits_for_nothing(pair, monkeypatch):
+    monkeypatch.setattr(wants, "AT_ONCE_S", 3600.0)
+    with pair.open_target(0, (0,), {}) as target:
+        endless = target.get_as_ready([], deadline=time.monotonic() + 7200.0, preview=lambda *seen: None)
+        assert list(endless) == []
 
 
 def test_nothing_is_likely_where_memory_was_retired():

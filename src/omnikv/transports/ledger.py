@@ -192,7 +192,8 @@ class Ledger(Generic[Room]):
     ) -> Grant[Room] | End | None:
         """A lease for `holder`, which acts for `reader`; or how the payload's life ended; or None: not yet.
 
-        `show` passes the lease on before it is entered here, so that its holder does not wait for that.
+        `show` passes the lease on before it is entered here, so that its holder does not wait for that. It is entered
+        though Ctrl-C comes meanwhile: its holder may have it by then, and would use what is offered again.
         """
         self.expire(now)
         record = self._records.get(payload)
@@ -207,10 +208,12 @@ class Ledger(Generic[Room]):
         self._next_lease += 1
         assert record.room is not None
         grant = Grant(lease, record.room)
-        if show is not None:
-            show(grant)
-        self._leases[lease] = record
-        self._apply(record, core.Take(lease, reader, holder), now)
+        try:
+            if show is not None:
+                show(grant)
+        finally:
+            self._leases[lease] = record
+            self._apply(record, core.Take(lease, reader, holder), now)
         return grant
 
     def acknowledge(self, lease: int, holder: Hashable, now: float) -> bool:

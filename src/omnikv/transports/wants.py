@@ -90,7 +90,7 @@ class Wants:
                     self._pursue(self._open(payload, is_patient, changed, asks))
                 # Others that wait here too have use for the time, and for the memory in which a payload is likely.
                 is_alone = len(self._asks) == len(asks)
-            if preview is not None and is_patient and is_alone:
+            if asks and preview is not None and is_patient and is_alone:
                 self._prepare_ahead(asks, preview, changed, limit)
             while asks:
                 known = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
@@ -296,7 +296,8 @@ class Wants:
             linked = {ask.link: ask for ask in asks.values() if ask.link is not None and not ask.is_settled}
             likely = [(ask, self._window.expected(link)) for link, ask in linked.items()]
         for ask, view in likely:
-            if view is not None:
+            # Each takes a moment, and there may be many.
+            if view is not None and time.monotonic() < limit:
                 preview(ask.payload, view, b"")
 
     def _show(self, ask: Ask, preview: Preview) -> None:
