@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
@@ -156,3 +157,38 @@ def test_a_receiver_without_time_to_wait_gets_what_is_there(stages):
     stages.sender.send("r1", full_cache())
     with stages.receiver.receive("r1", timeout_s=0) as kv:
         assert_same(kv.layers, full_cache())
+
+
+def test_a_receiver_that_goes_on_waiting_lets_go_of_memory_that_is_given_up(monkeypatch):
+    prepare, held, kept = RoleFetch.prepare, [], []
+
+    def noted(fetch, identity, memory, head):
+        prepare(fetch, identity, memory, head)
+        if memory:
+            held.append(weakref.ref(memory))
+            kept.append(fetch._prepared[identity] is not None)
+
+    route = one_to_one(f"test-{secrets.token_hex(8)}")
+    options = {"pool_nbytes": 1 << 20, "segment_nbytes": 1 << 19}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        KVSender(route, 0, transport="shm", options=options) as sender,
+        KVReceiver(route, 0, transport="shm") as receiver,
+    ):
+        sender.send("r0", full_cache())
+        receiver.receive("r0", timeout_s=60).close()
+        assert sender.drain(timeout_s=60) == 0
+        monkeypatch.setattr(RoleFetch, "prepare", noted)
+        waiting = pool.submit(receiver.receive, "r1", timeout_s=60)
+        while not kept:
+            time.sleep(0.001)
+        # Needs the whole pool, and nobody waits for it.
+        sender.send("other", [LayerKV(*(torch.zeros(3500, 3, 8) for _ in range(2)))])
+        deadline = time.monotonic() + 60
+        while held[0]() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert (kept, held[0]()) == ([True], None)
+        receiver.receive("other", timeout_s=60).close()
+        sender.send("r1", full_cache())
+        with waiting.result(timeout=60) as kv:
+            assert_same(kv.layers, full_cache())

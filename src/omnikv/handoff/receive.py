@@ -66,8 +66,11 @@ class RoleFetch:
     def prepare(self, identity: PayloadId, memory: memoryview, head: bytes) -> None:
         """Nothing; does ahead what `take` would do for a part that lies in `memory` and begins with `head` in the end.
 
-        An empty one is not known, and foretold.
+        An empty one is not known, and foretold. In no memory nothing is done, and nothing kept.
         """
+        if not memory:
+            self._prepared.pop(identity, None)
+            return
         head = head or self._forecast.head_of(identity)
         known = self._prepared.get(identity)
         if head and (known is None or not known.is_of(memory, head)):

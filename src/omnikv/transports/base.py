@@ -101,7 +101,7 @@ class Endpoint:
 
 
 # Hears in which memory a payload is being written and how it will begin; or, with no beginning, in which memory it is
-# likely to come.
+# likely to come; or, with no memory at all, that it had better let go of what it was shown.
 Preview = Callable[[PayloadId, memoryview, bytes], None]
 
 
@@ -242,9 +242,10 @@ class Transport(ABC):
         Ends when all were given or at `deadline`; what is absent by then is not given. Closing it early gives up the
         rest. `preview` may be called meanwhile, by this generator, to prepare for a payload that is waited for: with
         the memory in which it is being written, and its head; or, before that is known, with the memory in which it
-        is likely to come, and no head. Nothing of it may be used before the payload itself comes. This default never
-        does, and asks for one after the other; a transport that can wait for several at once overrides it, so that one
-        sender's failure is known although another's payload is still waited for.
+        is likely to come, and no head; or with empty memory, once what was shown may be given up: a view kept for the
+        rest of a long wait would hold it here. Nothing of it may be used before the payload itself comes. This default
+        never does, and asks for one after the other; a transport that can wait for several at once overrides it, so
+        that one sender's failure is known although another's payload is still waited for.
         """
         for payload in payloads:
             outcome = self._get_or_error(payload, deadline)

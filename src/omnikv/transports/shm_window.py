@@ -10,7 +10,7 @@ from omnikv.transports.links import Link
 from omnikv.transports.shm_address import is_sealed
 from omnikv.transports.shm_map import map_for_reading
 from omnikv.transports.shm_pool import MAX_SEGMENTS
-from omnikv.transports.window import Arrival, Preparation
+from omnikv.transports.window import Arrival, Preparation, Vanished
 
 
 class ShmWindow:
@@ -21,7 +21,7 @@ class ShmWindow:
         # Where the latest payload of each source lay, or is being written.
         self._latest: dict[Link, tuple[int, int, memoryview]] = {}
 
-    def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | Preparation | None:
+    def handle(self, link: Link, message: Any, extra: list[int]) -> Arrival | Preparation | Vanished | None:
         """The payload that lies ready in shared memory, or will; maps a shared segment, and forgets a retired one.
 
         Raises:
@@ -41,6 +41,7 @@ class ShmWindow:
             self._segments[link].pop(message.segment, None)
             if link in self._latest and self._latest[link][0] == message.segment:
                 del self._latest[link]
+            return Vanished()
         return None
 
     def expected(self, link: Link) -> memoryview | None:

@@ -33,7 +33,7 @@ from omnikv.transports.link_loop import LinkLoop
 from omnikv.transports.links import Knock, Link
 from omnikv.transports.pairing import RETURN_S, dead_source, describe, lost_source, misfit, withdrawn
 from omnikv.transports.repeated_acks import RepeatedAcks
-from omnikv.transports.window import Arrival, PairLease, Window
+from omnikv.transports.window import Arrival, PairLease, Preparation, Vanished, Window
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
@@ -247,11 +247,16 @@ class Wants:
         told = self._window.handle(link, message, extra)
         if isinstance(told, Arrival):
             self.arrive(link, told)
-        elif told is not None and self.is_expected(link, told.ask):
+        elif isinstance(told, Preparation) and self.is_expected(link, told.ask):
             ask = self._asks[told.ask]
             ask.forming = ask.forming if told.view is None else told
             # Awake, it is at hand when the payload comes.
             ask.changed.ring()
+        elif isinstance(told, Vanished):
+            for ask in self._asks.values():
+                if ask.link is link and not ask.is_settled:
+                    ask.forming = Preparation(ask.number, memoryview(b""))
+                    ask.changed.ring()
 
     def arrive(self, link: Link, arrival: Arrival) -> None:
         """A payload is here; for windows that know of it later than by a message."""

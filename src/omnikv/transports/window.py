@@ -42,11 +42,16 @@ class Preparation:
     head: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """Memory in which this source's payloads lay is given up, perhaps some in which one is waited for."""
+
+
 class Window(Protocol):
     """How a target comes to see what its sources show. Called with the lock."""
 
-    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | Preparation | None:
-        """A source said something that is no plain answer; the payload that became readable by it, or will, if one did.
+    def handle(self, link: Link, message: Any, extra: Any) -> Arrival | Preparation | Vanished | None:
+        """A source said something that is no plain answer; what came of it for whoever waits, if anything did.
 
         Raises:
             RemoteProtocolError: it may not be said, or not now.
