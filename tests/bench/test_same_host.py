@@ -40,6 +40,7 @@ def size_result(size_mib=256, *, two=None, one=None, sender=0, receiver=0, conte
         two_threads=two or times(),
         one_thread=one or times(),
         checksum=times(2.0),
+        varied=times(1.2),
         sender_memory=ExtraMemory(private=sender, shared=size_mib * MIB),
         receiver_memory=ExtraMemory(private=receiver, shared=size_mib * MIB),
         content_ok=content_ok,

@@ -53,6 +53,17 @@ def test_a_missing_layer_token_or_another_dtype_is_found():
     assert not SMALL.matches([LayerKV(key.view(torch.int16), value) for key, value in layers])
 
 
+def test_requests_that_differ_in_length_are_whole_first_and_then_shorter_each_by_another_number():
+    workload = Workload(size_mib=64)
+    lengths = [workload.shorter(number) for number in range(64)]
+    assert lengths[0] == workload.num_tokens
+    assert len(set(lengths)) == 64
+    assert min(lengths) > workload.num_tokens * 7 // 8 - 1
+    assert [Workload(tokens=3).shorter(number) for number in range(3)] == [3, 3, 3]
+    shorter = SMALL.paged(SMALL.build_caches(), SMALL.shorter(1))
+    assert shorter.num_tokens < SMALL.num_tokens
+
+
 def test_a_request_may_be_given_in_tokens():
     workload = Workload(tokens=3, pool_factor=1)
     assert (workload.num_tokens, workload.num_blocks, workload.pool_blocks) == (3, 1, 1)

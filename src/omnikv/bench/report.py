@@ -128,10 +128,10 @@ def to_text(run: SameHost, command: str) -> str:
     lines = [
         f"{command}   (torch threads {torch.get_num_threads()}, CPUs {os.cpu_count()}, load {os.getloadavg()[0]:.1f})",
         "",
-        f"{'':34}" + "".join(f"{f'{result.size_mib} MiB':>24}" for result in run.sizes),
+        f"{'':36}" + "".join(f"{f'{result.size_mib} MiB':>24}" for result in run.sizes),
     ]
     for title, values in _rows(run.sizes):
-        lines.append(f"{title:34}" + "".join(f"{value:>24}" for value in values))
+        lines.append(f"{title:36}" + "".join(f"{value:>24}" for value in values))
     lines += ["", *_small_lines(run.small), "", *(spell_bar(bar) for bar in judge(run))]
     return "\n".join(lines) + "\n"
 
@@ -142,6 +142,7 @@ def _rows(sizes: Sequence[SizeResult]) -> list[tuple[str, list[str]]]:
         ("put-then-get, ms", [_spell(result.two_threads.put_then_get_ms) for result in sizes]),
         ("put-then-get, x memcpy", [_spell(result.two_threads.put_then_get_x) for result in sizes]),
         ("  x the gather alone", [_spell(result.two_threads.put_then_get_x_gather) for result in sizes]),
+        ("  lengths that differ, x the gather", [_spell(result.varied.put_then_get_x_gather) for result in sizes]),
         ("  by one thread, x memcpy", [_spell(result.one_thread.put_then_get_x) for result in sizes]),
         ("  with checksum, x memcpy", [_spell(result.checksum.put_then_get_x) for result in sizes]),
         ("gather alone, x memcpy", [_spell(result.two_threads.gather_x) for result in sizes]),

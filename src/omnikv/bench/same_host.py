@@ -3,13 +3,15 @@
 Put-then-get runs from the call of `send` to the moment when the receiver, which waits already, holds views of every
 layer. A round measures the warm memcpy first, then the gather alone, then put-then-get, so that all three see the same
 machine; a round's multiples are of its own memcpy and its own gather. One warm-up round, in which the pool is made, is
-not counted. There is one lane with two packing threads, one with one, and one with a checksum.
+not counted. There is one lane with two packing threads, one with one, one with a checksum, and one whose requests
+differ in length, each from all before it, so that nothing is known of their shapes.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -50,6 +52,7 @@ class SizeResult:
     two_threads: Times
     one_thread: Times
     checksum: Times
+    varied: Times
     sender_memory: ExtraMemory
     receiver_memory: ExtraMemory
     content_ok: bool
@@ -90,20 +93,28 @@ def measure_size(pipe: Connection, workload: Workload, rounds: int) -> SizeResul
     caches = workload.build_caches()
     copy = WarmCopy(workload.nbytes)
     paged = workload.paged(caches)
-    two = _run_lane(pipe, workload, paged, copy, rounds, HandoffConfig(pack_threads=2, checksum=False))
-    one = _run_lane(pipe, workload, paged, copy, rounds, HandoffConfig(pack_threads=1, checksum=False))
-    checked = _run_lane(pipe, workload, paged, copy, rounds, HandoffConfig(pack_threads=2, checksum=True))
+    usual = HandoffConfig(pack_threads=2, checksum=False)
+
+    def run_lane(name: str, config: HandoffConfig, request: Callable[[int], PagedKV] = lambda number: paged) -> _Lane:
+        return _run_lane(pipe, workload, name, request, copy, rounds, config)
+
+    two = run_lane("two", usual)
+    one = run_lane("one", HandoffConfig(pack_threads=1, checksum=False))
+    checked = run_lane("checked", HandoffConfig(pack_threads=2, checksum=True))
+    varied = run_lane("varied", usual, lambda number: workload.paged(caches, workload.shorter(number)))
+    lanes = (two, one, checked, varied)
     return SizeResult(
         size_mib=workload.size_mib,
         payload_nbytes=workload.nbytes,
         rounds=rounds,
-        memcpy_ms=Spread.of([one.memcpy_ms for lane in (two, one, checked) for one in lane.rounds]),
+        memcpy_ms=Spread.of([one.memcpy_ms for lane in lanes for one in lane.rounds]),
         two_threads=two.times(),
         one_thread=one.times(),
         checksum=checked.times(),
+        varied=varied.times(),
         sender_memory=two.sender_memory,
         receiver_memory=two.receiver.memory,
-        content_ok=all(lane.receiver.content_ok for lane in (two, one, checked)),
+        content_ok=all(lane.receiver.content_ok for lane in lanes),
     )
 
 
@@ -127,20 +138,26 @@ def hand_over_once(pipe: Connection, workload: Workload) -> bool:
 
 
 def _run_lane(
-    pipe: Connection, workload: Workload, paged: PagedKV, copy: WarmCopy, rounds: int, config: HandoffConfig
+    pipe: Connection,
+    workload: Workload,
+    name: str,
+    request: Callable[[int], PagedKV],
+    copy: WarmCopy,
+    rounds: int,
+    config: HandoffConfig,
 ) -> _Lane:
-    namespace = f"bench-{os.getpid()}-{workload.size_mib}-{config.pack_threads}-{config.checksum}"
+    """The lane whose round `number` sends `request(number)`, 0 being the whole workload."""
+    namespace = f"bench-{os.getpid()}-{workload.size_mib}-{name}"
     total = WARM_UP_ROUNDS + rounds
     give_order(pipe, ReceiveLane(workload=workload, namespace=namespace, num_requests=total))
     base = reset_peak()
     route = bench_route(namespace, workload.num_heads)
     with KVSender(route, rank=0, transport="shm", options=_room_for(workload), config=config) as sender:
-        gather = _gather_jobs(copy.target, paged)
-        done = [_measure_round(pipe, sender, paged, copy, gather, number) for number in range(total)]
+        done = [_measure_round(pipe, sender, request, copy, number) for number in range(total)]
         memory = ExtraMemory.since(base)
         hear(pipe)
         _wait_for_free_room(sender)
-        sender.send(request_name(total), paged)
+        sender.send(request_name(total), request(0))
         end = hear(pipe)
         assert isinstance(end, LaneEnd)
     return _Lane(rounds=done[WARM_UP_ROUNDS:], sender_memory=memory, receiver=end)
@@ -153,8 +170,9 @@ def _room_for(workload: Workload) -> dict[str, int]:
 
 
 def _measure_round(
-    pipe: Connection, sender: KVSender, paged: PagedKV, copy: WarmCopy, gather: list[Job], number: int
+    pipe: Connection, sender: KVSender, request: Callable[[int], PagedKV], copy: WarmCopy, number: int
 ) -> _Round:
+    gather, paged = _gather_jobs(copy.target, request(number)), request(number)
     _wait_for_free_room(sender)
     memcpy_ms = copy.time_ms()
     gather_ms = timed_ms(lambda: fill(gather, sender.config.pack_threads))

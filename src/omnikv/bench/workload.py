@@ -72,9 +72,16 @@ class Workload:
             for layer in range(self.num_layers)
         ]
 
-    def paged(self, caches: list[torch.Tensor]) -> PagedKV:
-        """The request in these caches."""
-        return PagedKV(caches, self.block_ids(), self.num_tokens, self.layout)
+    def paged(self, caches: list[torch.Tensor], num_tokens: int | None = None) -> PagedKV:
+        """The request in these caches, or only its first `num_tokens`."""
+        return PagedKV(caches, self.block_ids(), num_tokens or self.num_tokens, self.layout)
+
+    def shorter(self, number: int) -> int:
+        """A number of tokens up to an eighth below the request's, another one for each of the next `number`s."""
+        span = max(1, self.num_tokens // 8)
+        # Neighbours are far apart, and none comes twice before all have come.
+        step = next(step for step in (7, 5, 3, 1) if span % step or step == 1)
+        return self.num_tokens - number * step % span
 
     def matches(self, layers: Sequence[LayerKV]) -> bool:
         """Whether received layers hold this request, bit for bit."""
