@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from omnikv.errors import (
     ProducerFailed,
     TransportError,
 )
+from omnikv.transports.ahead import AT_ONCE_S, next_of, show_formed, show_likely
 from omnikv.transports.ask import Ask
 from omnikv.transports.base import MAX_ASKS, Endpoint, Preview, Seat
 from omnikv.transports.bell import Bell
@@ -37,8 +38,6 @@ from omnikv.transports.window import Arrival, PairLease, Preparation, Vanished, 
 
 # How long an ask whose deadline has passed already may take to be answered by a source that is there.
 ANSWER_S = 1.0
-# What is there already comes sooner than this after it was asked for.
-AT_ONCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +89,20 @@ class Wants:
                     self._pursue(self._open(payload, is_patient, changed, asks))
                 # Others that wait here too have use for the time, and for the memory in which a payload is likely.
                 is_alone = len(self._asks) == len(asks)
-            if asks and preview is not None and is_patient and is_alone:
-                self._prepare_ahead(asks, preview, changed, limit)
+
+            def look() -> Ask | None:
+                return next_of(asks.values(), preview, limit)
+
+            at_once = time.monotonic() + AT_ONCE_S
+            may_prepare = bool(asks) and is_alone and is_patient and at_once < limit
+            if preview is not None and may_prepare and changed.wait_for(look, at_once) is None:
+                show_likely(asks.values(), preview, self._window, self._lock, limit)
             while asks:
-                known = changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), limit)
+                known = changed.wait_for(look, limit)
                 if known is None:
                     return
                 if preview is not None and not known.is_settled:
-                    self._show(known, preview)
+                    show_formed(known, preview, self._lock, self.loop.hear)
                     continue
                 with self._lock:
                     del self._asks[known.number]
@@ -282,39 +287,6 @@ class Wants:
                 closed.__cause__ = error
                 ask.settle(error=closed)
         self._window.close()
-
-    def _next_of(self, asks: Collection[Ask], preview: Preview | None, limit: float) -> Ask | None:
-        """An ask that is settled; else one that there is something to tell of, where somebody wants to know in time."""
-        settled = next((ask for ask in asks if ask.is_settled), None)
-        if settled is not None or preview is None or time.monotonic() >= limit:
-            return settled
-        return next((ask for ask in asks if ask.forming is not None), None)
-
-    def _prepare_ahead(self, asks: dict[int, Ask], preview: Preview, changed: Bell, limit: float) -> None:
-        """Nothing; where nothing comes at once, `preview` knows in which memory the payloads are likely to come."""
-        at_once = time.monotonic() + AT_ONCE_S
-        if at_once >= limit:
-            return
-        if changed.wait_for(lambda: self._next_of(asks.values(), preview, limit), at_once) is not None:
-            return
-        with self._lock:
-            linked = {ask.link: ask for ask in asks.values() if ask.link is not None and not ask.is_settled}
-            likely = [(ask, self._window.expected(link)) for link, ask in linked.items()]
-        for ask, view in likely:
-            # Each takes a moment, and there may be many.
-            if view is not None and time.monotonic() < limit:
-                preview(ask.payload, view, b"")
-
-    def _show(self, ask: Ask, preview: Preview) -> None:
-        """Nothing; `preview` knows where the payload is being written, and the payload itself came if it could."""
-        with self._lock:
-            forming, ask.forming = ask.forming, None
-        if forming is not None and forming.view is not None:
-            preview(ask.payload, forming.view, forming.head)
-        with self._lock:
-            if ask.link is not None and not ask.is_settled:
-                # It may have come meanwhile; the transport's thread would have to wake this one for it.
-                self.loop.hear(ask.link)
 
     def _open(self, payload: PayloadId, is_patient: bool, changed: Bell, asks: dict[int, Ask]) -> Ask:
         """A new ask, which is the caller's to take back: it is in `asks` first."""
