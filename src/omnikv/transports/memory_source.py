@@ -139,9 +139,11 @@ class MemorySource:
             self._exchange.changed.ring()
             self._waiting_room.look_again()
 
-    def ask(self, payload: PayloadId, target: MemoryTarget) -> Grant[memoryview] | End | None:
-        """A lease for `target`, or how the payload's life ended, or None: not yet."""
-        return self._ledger.ask(payload, target.endpoint.reader, target, time.monotonic())
+    def ask(
+        self, payload: PayloadId, target: MemoryTarget, show: Callable[[Grant[memoryview]], None]
+    ) -> Grant[memoryview] | End | None:
+        """A lease for `target`, shown before it is entered; or how the payload's life ended, or None: not yet."""
+        return self._ledger.ask(payload, target.endpoint.reader, target, time.monotonic(), show)
 
     def others_ready(self, payload: PayloadId) -> tuple[str, ...]:
         """The transfer ids that are ready for the same target, most alike first."""

@@ -73,14 +73,16 @@ class _Wait:
     def __init__(self, payloads: Sequence[PayloadId]) -> None:
         self.asked: dict[PayloadId, MemorySource | None] = dict.fromkeys(payloads)
         self.withdrawn: set[PayloadId] = set()
-        # A lease that is not handed on yet: until then an interruption gives it back.
+        # A lease that is not handed on yet, from before it is entered: until then an interruption gives it back.
         self.leased: MemoryLease | None = None
 
     def settle(self, payload: PayloadId) -> None:
         """Nothing; `payload` is waited for no more."""
-        source = self.asked.pop(payload)
+        source = self.asked[payload]
         if source is not None:
             source.no_interest(payload, self)
+        # Last, so that one who is interrupted before says it again.
+        del self.asked[payload]
 
 
 class MemoryTarget:
@@ -114,23 +116,20 @@ class MemoryTarget:
         Nothing is seen early here: no process sleeps that a word would wake.
         """
         wait = _Wait(payloads)
+        # Twice, since Ctrl-C may come while the first waits for the lock, or anywhere else in it.
         try:
-            while wait.asked:
-                known = self._wait_for_one(wait, deadline)
-                if known is None:
-                    return
-                # The last thing before it is handed on.
-                wait.leased = None
-                yield known
+            try:
+                while wait.asked:
+                    known = self._wait_for_one(wait, deadline)
+                    if known is None:
+                        return
+                    # The last thing before it is handed on.
+                    wait.leased = None
+                    yield known
+            finally:
+                self._give_up(wait)
         finally:
-            with self._exchange.lock:
-                self._waits.pop(wait, None)
-                for payload in list(wait.asked):
-                    wait.settle(payload)
-                if self._waits:
-                    self._exchange.changed.ring()
-            if wait.leased is not None:
-                wait.leased.release()
+            self._give_up(wait)
 
     def others_ready(self, payload: PayloadId, deadline: float) -> tuple[str, ...]:
         """What the source has ready instead of `payload`."""
@@ -198,6 +197,17 @@ class MemoryTarget:
         if self._announced.pop(payload, payload) is None and source is not None:
             source.no_interest(payload, self)
 
+    def _give_up(self, wait: _Wait) -> None:
+        """Nothing; nothing is waited for any more, and a lease that was not handed on goes back. Idempotent."""
+        with self._exchange.lock:
+            self._waits.pop(wait, None)
+            for payload in list(wait.asked):
+                wait.settle(payload)
+            if self._waits:
+                self._exchange.changed.ring()
+        if wait.leased is not None:
+            wait.leased.release()
+
     def _wait_for_one(self, wait: _Wait, deadline: float) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
         while True:
             with self._exchange.lock:
@@ -247,12 +257,14 @@ class MemoryTarget:
             self._require_alike(source)
         except ConnectError as error:
             return error
-        told = source.ask(payload, self)
+
+        def show(grant: Grant[memoryview]) -> None:
+            wait.leased = MemoryLease(self, source, payload, grant)
+
+        told = source.ask(payload, self, show)
         if isinstance(told, End):
             return error_of(payload, told)
-        if told is not None:
-            wait.leased = MemoryLease(self, source, payload, told)
-        elif asked is None:
+        if told is None and asked is None:
             wait.asked[payload] = source
             source.interest(payload, wait)
         return wait.leased
