@@ -16,3 +16,7 @@ class Hashed(tuple[Item, ...]):
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Hashed[Item]], tuple[tuple[Item, ...]]]:
+        # Without the hash: texts are hashed otherwise in another process.
+        return type(self), (tuple(self),)

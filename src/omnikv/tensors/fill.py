@@ -148,19 +148,31 @@ def _usual_threads(nbytes: int) -> int:
 
 def _share(queue: deque[_Item], work: Callable[[deque[_Item]], None], threads: int) -> None:
     """Empties the queue by `work`, in as many threads as there are items for."""
-    num_helpers = min(threads, len(queue)) - 1
-    helpers = [PACKERS.submit(lambda: work(queue)) for _ in range(num_helpers)]
-    begun: list[Future[None]] = []
+    helpers: list[Future[None]] = []
     try:
+        for _ in range(min(threads, len(queue)) - 1):
+            helper = PACKERS.submit(lambda: work(queue))
+            if helper is not None:
+                helpers.append(helper)
         work(queue)
     finally:
+        _wait_out(queue, helpers)
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+
+
+def _wait_out(queue: deque[_Item], helpers: Sequence[Future[None]]) -> None:
+    """Nothing; no helper writes any more, as often as Ctrl-C comes meanwhile: the caller may reuse the memory then."""
+    try:
         queue.clear()
-        # Not begun: cancelled. Begun: it must have ended before the caller may reuse the memory.
-        begun = [helper for helper in helpers if helper is not None and not helper.cancel()]
-        for helper in begun:
-            helper.exception()
-    for helper in begun:
-        helper.result()
+        for helper in helpers:
+            # Not begun: cancelled.
+            if not helper.cancel():
+                helper.exception()
+    finally:
+        if not all(helper.done() for helper in helpers):
+            _wait_out(queue, helpers)
 
 
 def _taken_from(queue: deque[_Item]) -> Iterator[_Item]:
