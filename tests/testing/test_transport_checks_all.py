@@ -259,7 +259,53 @@ class BelievesHeads(MemoryTransport):
         return slots
 
 
+class FreeAtOnce(MemoryTransport):
+    """Nothing is waited for before memory is reused."""
+
+    def wait_until_free(self, payloads, *, deadline):
+        return True
+
+
+class NeverFree(MemoryTransport):
+    def wait_until_free(self, payloads, *, deadline):
+        return False
+
+
+class FreeWhileWritten(MemoryTransport):
+    """Counts what is published alone."""
+
+    def wait_until_free(self, payloads, *, deadline):
+        return self.drain(deadline=deadline) == 0
+
+
+class FreeWhileRead(MemoryTransport):
+    """Knows of no reader."""
+
+    def wait_until_free(self, payloads, *, deadline):
+        return super().wait_until_free(payloads, deadline=deadline) or self.census()["leased"] > 0
+
+
+class FreeByTheFirst(MemoryTransport):
+    """Looks at one of several payloads."""
+
+    def wait_until_free(self, payloads, *, deadline):
+        return super().wait_until_free(payloads[:1], deadline=deadline)
+
+
+class LooksOnce(MemoryTransport):
+    """Does not wait until what is there expires."""
+
+    def wait_until_free(self, payloads, *, deadline):
+        return super().wait_until_free(payloads, deadline=0.0)
+
+
 ALSO_CAUGHT_BY = {
+    FreeAtOnce: "free_once_nobody_writes_or_reads",
+    NeverFree: "free_once_nobody_writes_or_reads",
+    FreeWhileWritten: "free_once_nobody_writes_or_reads",
+    FreeWhileRead: "free_once_nobody_writes_or_reads",
+    FreeByTheFirst: "free_once_nobody_writes_or_reads",
+    LooksOnce: "what_expired_is_free",
     BelievesHeads: "what_is_told_ahead_is_no_payload",
     GivesUpEarly: "absent_at_the_deadline",
     ForgetsEnds: "acknowledged_is_gone",

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
+from omnikv.core.keys import PayloadId
 from omnikv.errors import ProducerFailed, PutRejected, TransportError
 from omnikv.testing.transport_pair import (
     TransportPair,
@@ -156,6 +157,48 @@ def the_census_counts(pair: TransportPair) -> None:
             require(source.census() == expected, f"the census must be {expected}, got {source.census()}")
 
 
+def free_once_nobody_writes_or_reads(pair: TransportPair) -> None:
+    """What a payload was made of may be reused once it has ended and nobody writes or reads it, and never sooner."""
+    payload, failed, aborted = (payload_of(pair, name) for name in ("r1", "failed", "aborted"))
+    with ExitStack() as stack:
+        source = stack.enter_context(pair.open_source(0, (0,), {}, num_readers=2))
+        readers = [stack.enter_context(pair.open_target(0, (0,), {}, reader=number)) for number in range(2)]
+
+        def is_free(*payloads: PayloadId, patience_s: float = 0.0) -> bool:
+            return source.wait_until_free(payloads, deadline=time.monotonic() + patience_s)
+
+        require(is_free(payload), "a payload that was never sent must be free")
+        with source.reserve(payload, 7) as slot:
+            # A transport that waits for all payloads alike knows of published ones only.
+            if implements(source, "wait_until_free"):
+                require(not is_free(payload), "a payload that is being written must not be free")
+            slot.buffer[:] = b"payload"
+            slot.publish()
+        for number, reader in enumerate(readers):
+            require(not is_free(payload), f"a payload must not be free before reader {number} has it")
+            with lease(pair, reader, payload) as found:
+                require(not is_free(payload), f"a payload that reader {number} reads must not be free")
+                found.acknowledge()
+        require(is_free(payload, patience_s=pair.patience_s), "a payload must be free after its last reader")
+        put(source, failed, b"x")
+        put(source, aborted, b"x")
+        source.fail(failed, "withdrawn")
+        require(not is_free(failed, aborted), "payloads must not be free while one of them lives")
+        source.abort(aborted, "gone")
+        ended = is_free(failed, aborted, patience_s=pair.patience_s)
+        require(ended, "payloads that failed or were aborted, and that nobody reads, must be free")
+
+
+def what_expired_is_free(pair: TransportPair) -> None:
+    """Whoever waits until a payload is free is woken when it expires, although nobody calls."""
+    with pair.open_source(0, (0,), {}, payload_ttl_s=0.05) as source, pair.open_target(0, (0,), {}) as target:
+        if not implements(target, "announce"):
+            return
+        payload = payload_of(pair, "r1")
+        put(source, payload, b"x")
+        require(source.wait_until_free([payload], deadline=_soon(pair)), "an expired payload must be free")
+
+
 def _drop_all(slots: list[Slot]) -> None:
     for slot in slots:
         slot.drop()
@@ -168,4 +211,6 @@ LIMIT_CHECKS = (
     expiry_makes_room,
     a_dead_source_is_not_waited_for,
     the_census_counts,
+    free_once_nobody_writes_or_reads,
+    what_expired_is_free,
 )
