@@ -3,11 +3,14 @@
 Theory of operation. A read ends here once: when the target says Drawn over its link, or when the target's engine says
 so to this one, where engines have notices. Engines ask nobody who they are, so a notice counts for what it proves:
 Placed gave the target alone a random one for this lease, over a link that had proved itself. One that fits no read
-under way is counted, and nothing else. Either way the target hears Sound if the lease still stands.
+under way is counted, and nothing else: as late where it was given for another, which the second half of each proves
+of the first without a list of them. Either way the target hears Sound if the lease still stands.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 import threading
 import time
@@ -87,6 +90,7 @@ class OneSidedShelf:
         # What is being read, by lease; and by what a target's engine will say of it.
         self._read: dict[Link, dict[int, _Read]] = {}
         self._noticed: dict[bytes, tuple[Link, int]] = {}
+        self._notice_key = secrets.token_bytes(32)
         self._server = Server(engine, thread_name, self._hear) if engine.needs_serving or engine.has_notices else None
         # Whether a target was reading when this end closed.
         self.is_read = False
@@ -127,7 +131,7 @@ class OneSidedShelf:
         self._tell_of(link, room.room.segment.number, known.word)
         for lent in room.held:
             self._tell_of(link, lent, lent.word)
-        notice = secrets.token_bytes(NOTICE_NBYTES) if self._engine.has_notices else b""
+        notice = self._new_notice() if self._engine.has_notices else b""
         if notice:
             self._noticed[notice] = link, lease
         self._read[link][lease] = _Read(room, notice)
@@ -193,8 +197,21 @@ class OneSidedShelf:
                 found = self._noticed.get(notice)
                 if found is not None:
                     self._end_read(*found)
+                elif self._was_given(notice):
+                    self._count("late_notices", "the engine was told of a read that is over: ignored")
                 else:
-                    self._count("foreign_notices", "the engine was told of a read that is not under way: ignored")
+                    self._count("foreign_notices", "the engine was told of a read that never was: ignored")
+
+    def _new_notice(self) -> bytes:
+        half = secrets.token_bytes(NOTICE_NBYTES // 2)
+        return half + self._proof_of(half)
+
+    def _was_given(self, notice: bytes) -> bool:
+        half = notice[: NOTICE_NBYTES // 2]
+        return hmac.compare_digest(notice[len(half) :], self._proof_of(half))
+
+    def _proof_of(self, half: bytes) -> bytes:
+        return hashlib.blake2b(half, digest_size=NOTICE_NBYTES // 2, key=self._notice_key).digest()
 
     def _end_read(self, link: Link, lease: int) -> None:
         room, notice = self._read[link].pop(lease)
