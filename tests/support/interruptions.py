@@ -21,7 +21,7 @@ def interrupted_at(number, is_place):
 
     def look(frame, event, argument):
         nonlocal left
-        # A lock that was taken is released, and one that is released stays so: the interpreter does not look in between.
+        # A lock that was taken is released, and one that is released stays so: nothing comes in between.
         name = getattr(argument, "__name__", "") if event.startswith("c_") else ""
         if name == "__exit__" or (name == "__enter__" and event != "c_call"):
             return

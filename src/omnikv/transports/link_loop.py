@@ -113,6 +113,8 @@ class LinkLoop:
         self.lock = lock
         self._unready: dict[Link, None] = {}
         self._ready: set[Link] = set()
+        # Links whose end has begun. One is left here only where Ctrl-C came in between.
+        self._ending: dict[Link, None] = {}
         self._logged: set[str] = set()
         self._closing = False
         # Every peer may knock and be knocked on at the same time, as all do when a stage starts.
@@ -176,16 +178,26 @@ class LinkLoop:
                 on_interruption.pop_all()
 
     def forget(self, link: Link) -> None:
-        """Nothing; ends `link` and tells the role. Idempotent."""
-        if link not in self._ready and link not in self._unready:
-            return
-        self._ready.discard(link)
-        self._unready.pop(link, None)
-        if link.has_stalled:
-            self.count("stuck_peers", f"peer {link.seat} ({link.who}) reads nothing: cut off")
-        self._selector.unregister(link.connection)
-        link.close()
-        self._role.link_gone(link)
+        """Nothing; ends `link` and tells the role. Idempotent; where it was interrupted, the next call, or the thread,
+        does what is left, and may tell the role again.
+        """
+        try:
+            if link in self._ready or link in self._unready:
+                if link.has_stalled:
+                    self.count("stuck_peers", f"peer {link.seat} ({link.who}) reads nothing: cut off")
+                self._ending[link] = None
+                self._ready.discard(link)
+                self._unready.pop(link, None)
+            if link in self._ending:
+                # Not registered, or closed besides, where an interruption came in between.
+                with suppress(KeyError, ValueError):
+                    self._selector.unregister(link.connection)
+                link.close()
+                self._role.link_gone(link)
+                del self._ending[link]
+        finally:
+            if link in self._ending:
+                self._wake()
 
     def forget_earlier(self, link: Link) -> None:
         """Nothing; ends the other links to the same life of the peer: it speaks over one, so they are dead."""
@@ -211,7 +223,7 @@ class LinkLoop:
     def let_go(self) -> None:
         """Nothing; in a forked child, closes its copies of the descriptors. Call with the lock."""
         self._closing = True
-        for link in (*self._ready, *self._unready):
+        for link in (*self._ready, *self._unready, *self._ending):
             link.close()
         self._door.close()
         self._selector.close()
@@ -246,6 +258,8 @@ class LinkLoop:
                     key.data()
                 else:
                     os.eventfd_read(self._wake_fd)
+            while self._ending:
+                self.forget(next(iter(self._ending)))
             self._door.retry_if_due()
             due_at, now = self._role.due_at, time.monotonic()
             if due_at is not None and due_at <= now:
@@ -253,26 +267,34 @@ class LinkLoop:
             return not self._closing
 
     def _tear_down(self, error: BaseException | None) -> None:
-        links = [*self._ready, *self._unready]
-        for link in links:
-            link.flush()
-        # Before the links end, so that whoever waits hears of this end's closing and not of its peers'.
-        self._role.stopped(error)
-        for link in links:
-            self.forget(link)
-        _open_loops.discard(self)
-        self._selector.close()
-        self._door.close()
-        os.close(self._wake_fd)
+        # All of it, whatever one of them raises.
+        with ExitStack() as until_gone:
+            until_gone.callback(os.close, self._wake_fd)
+            until_gone.callback(self._door.close)
+            until_gone.callback(self._selector.close)
+            until_gone.callback(_open_loops.discard, self)
+            links = [*self._ready, *self._unready]
+            for link in (*links, *self._ending):
+                until_gone.callback(self.forget, link)
+            for link in links:
+                link.flush()
+            # Before the links end, so that whoever waits hears of this end's closing and not of its peers'.
+            self._role.stopped(error)
 
     def _adopt(self, connection: socket.socket, seat: Seat | None) -> None:
-        while len(self._unready) >= self._max_unready:
-            self.count("evicted", f"more than {self._max_unready} connections without a Hello: the oldest is closed")
-            self.forget(next(iter(self._unready)))
-        link = self._sockets.open_link(connection, seat, self._watch)
-        self._unready[link] = None
-        self._selector.register(connection, selectors.EVENT_READ, link)
-        link.send(self._hello)
+        # A link that has not said Hello would be waited for in vain.
+        with ExitStack() as on_interruption:
+            on_interruption.callback(connection.close)
+            while len(self._unready) >= self._max_unready:
+                text = f"more than {self._max_unready} connections without a Hello: the oldest is closed"
+                self.count("evicted", text)
+                self.forget(next(iter(self._unready)))
+            link = self._sockets.open_link(connection, seat, self._watch)
+            on_interruption.callback(self.forget, link)
+            self._unready[link] = None
+            self._selector.register(connection, selectors.EVENT_READ, link)
+            link.send(self._hello)
+            on_interruption.pop_all()
 
     def _watch(self, link: Link) -> None:
         if link in self._ready or link in self._unready:

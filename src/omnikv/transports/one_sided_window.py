@@ -121,14 +121,17 @@ class OneSidedWindow:
 
     def link_gone(self, link: Link) -> None:
         """Nothing; what is being read of it comes to nothing, and its room back when the engine is done."""
-        for transfer in self._transfers.pop(link, {}).values():
+        for transfer in self._transfers.get(link, {}).values():
             transfer.is_over = True
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
-        puller = self._pullers.pop(link, None)
+        puller = self._pullers.get(link)
         if puller is not None:
-            puller.stop()
             self._ending.append(puller)
+            puller.stop()
+        # Forgotten last: where Ctrl-C comes in between, all of it is done again, which harms nothing.
+        self._transfers.pop(link, None)
+        self._pullers.pop(link, None)
 
     def given_up(self, link: Link, ask: int) -> None:
         """Nothing; what is not read yet need not be."""

@@ -255,9 +255,9 @@ class ProvedDoor(Door):
 
     def _call_again(self, seat: Seat) -> None:
         if seat not in self._to_call_again and not self._is_closed:
-            self._to_call_again.add(seat)
             self._back_offs[seat], wait_s = self._back_offs.get(seat, BackOff()).failed(random.random())
             self._at(wait_s, lambda: self._redial(seat))
+            self._to_call_again.add(seat)
 
     def _redial(self, seat: Seat) -> None:
         self._to_call_again.discard(seat)
@@ -281,10 +281,11 @@ class ProvedDoor(Door):
         if lane is not None:
             self.call_lane_again(lane)
         elif link.seat is not None and self._links.get(link.seat) is link:
-            del self._links[link.seat]
             if link.claim is not None and link.refusal is None:
                 self._back_offs.pop(link.seat, None)
+            # First, so that where Ctrl-C comes in between, closing the link anew does it.
             self._call_again(link.seat)
+            del self._links[link.seat]
 
     def _end_slow_greetings(self) -> None:
         now = time.monotonic()
@@ -309,8 +310,9 @@ class ProvedDoor(Door):
 
     def _be_awake_at(self, at: float) -> None:
         if self.retry_at is None or at < self.retry_at:
-            self.retry_at = at
+            # In this order, so that where Ctrl-C comes in between, the next call wakes the thread.
             self._wake()
+            self.retry_at = at
 
 
 def _address_of(connection: socket.socket) -> Address:

@@ -144,12 +144,14 @@ class ProvedLink(Link):
         self._queue.clear()
         if self._is_closed:
             return
-        self._is_closed = True
         self._ended(self)
         if self.claim is not None and self.is_lane:
+            # Handed on once, by the transport's own thread, where no Ctrl-C comes.
+            self._is_closed = True
             self._lane(self._stream, self.claim)
         else:
             self._stream.close()
+            self._is_closed = True
 
     def _greet(self) -> str | None:
         """Nothing, or why a peer that this side called does not fit."""

@@ -109,11 +109,14 @@ class TcpWindow:
 
     def link_gone(self, link: Link) -> None:
         """Nothing; nothing more is pulled from the source."""
-        for transfer in self._transfers.pop(link, {}).values():
+        for transfer in self._transfers.get(link, {}).values():
             transfer.is_over = True
             self._thread.submit(partial(self._free, transfer))
-        for lane in self._lanes.pop(link, {}).values():
+        for lane in self._lanes.get(link, {}).values():
             self._thread.submit(partial(self._thread.end, lane))
+        # Forgotten last: where Ctrl-C comes in between, all of it is done again, which harms nothing.
+        self._transfers.pop(link, None)
+        self._lanes.pop(link, None)
 
     def close(self) -> None:
         """Nothing; what is leased stays readable."""
