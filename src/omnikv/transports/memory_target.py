@@ -73,8 +73,8 @@ class _Wait:
     def __init__(self, payloads: Sequence[PayloadId]) -> None:
         self.asked: dict[PayloadId, MemorySource | None] = dict.fromkeys(payloads)
         self.withdrawn: set[PayloadId] = set()
-        # A lease that is not handed on yet, from before it is entered: until then an interruption gives it back.
-        self.leased: MemoryLease | None = None
+        # Leases that are not handed on yet, by whose they are: an interruption gives them back.
+        self.granted: dict[tuple[MemorySource, PayloadId], list[Grant[memoryview]]] = {}
 
     def settle(self, payload: PayloadId) -> None:
         """Nothing; `payload` is waited for no more."""
@@ -124,7 +124,7 @@ class MemoryTarget:
                     if known is None:
                         return
                     # The last thing before it is handed on.
-                    wait.leased = None
+                    wait.granted = {}
                     yield known
             finally:
                 self._give_up(wait)
@@ -205,8 +205,9 @@ class MemoryTarget:
                 wait.settle(payload)
             if self._waits:
                 self._exchange.changed.ring()
-        if wait.leased is not None:
-            wait.leased.release()
+        for (source, payload), grants in wait.granted.items():
+            for grant in grants:
+                MemoryLease(self, source, payload, grant).release()
 
     def _wait_for_one(self, wait: _Wait, deadline: float) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
         while True:
@@ -225,7 +226,7 @@ class MemoryTarget:
     def _known(self, wait: _Wait) -> tuple[PayloadId, MemoryLease | OmniKVError] | None:
         """The first of the payloads that something is known of, which is then waited for no more.
 
-        A lease stands in `wait` too, before this returns.
+        A lease stands in `wait` too, before it is entered.
         """
         self._require_open()
         for payload, asked in wait.asked.items():
@@ -257,17 +258,14 @@ class MemoryTarget:
             self._require_alike(source)
         except ConnectError as error:
             return error
-
-        def show(grant: Grant[memoryview]) -> None:
-            wait.leased = MemoryLease(self, source, payload, grant)
-
-        told = source.ask(payload, self, show)
+        # Nothing comes between the grant and its place there, which is no Python.
+        told = source.ask(payload, self, wait.granted.setdefault((source, payload), []).append)
         if isinstance(told, End):
             return error_of(payload, told)
         if told is None and asked is None:
             wait.asked[payload] = source
             source.interest(payload, wait)
-        return wait.leased
+        return None if told is None else MemoryLease(self, source, payload, told)
 
     def _require_open(self) -> None:
         if self._closed:
