@@ -167,7 +167,9 @@ def leased(tcp):
     put(tcp, source, "r1")
     holder = tcp.caller(source.address).enter()
     take_lease(holder, "r1")
-    return source, holder, next(iter(source._source._ledger._leases))
+    # Entered by whoever holds the lock, who has told the target by then.
+    with source._lock:
+        return source, holder, next(iter(source._source._ledger._leases))
 
 
 def test_a_connection_that_only_its_target_knows_to_be_dead_does_not_hold_a_lease(tcp, leased):
