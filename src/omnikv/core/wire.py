@@ -173,13 +173,16 @@ def seal(head: bytes, hexdigest: str) -> bytes:
     digest = split_digest(head)
     if digest is None or not re.fullmatch("[0-9a-f]{32}", hexdigest):
         raise ConfigError(f"cannot write the checksum {hexdigest!r} into a head of {len(head)} bytes")
-    return head[: digest.at] + hexdigest.encode("ascii") + head[digest.at + len(hexdigest) :]
+    return _with_digits(head, digest.at, hexdigest)
 
 
 def seal_new(head: bytes, hexdigest: str) -> bytes:
     """As `seal`, for a head that `encode_head` gave: it is sure to have a place, which is faster to find."""
-    at = head.rindex(_UNSEALED_BYTES)
-    return head[:at] + hexdigest.encode("ascii") + head[at + len(_UNSEALED_BYTES) :]
+    return _with_digits(head, head.rindex(_UNSEALED_BYTES), hexdigest)
+
+
+def _with_digits(head: bytes, at: int, digits: str) -> bytes:
+    return head[:at] + digits.encode("ascii") + head[at + len(digits) :]
 
 
 def require_identity(header: Header, *, request_id: str | None = None, target_rank: int | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from omnikv.core.wire import Extension, Header, encode_head, seal_new, show
-from omnikv.core.wire_spans import Kind, TensorSpan, lay_out
+from omnikv.core.wire_spans import KINDS, TensorSpan, lay_out
 from omnikv.errors import ConfigError, LocalProtocolError, WireError, WireReason
 from omnikv.tensors.fill import Written, WrittenRange, fill, move_all
 from omnikv.tensors.kv import DenseSource, LayerSource, LayerSources, Move, TensorSource
@@ -161,8 +161,7 @@ def _laid_out(
                 f"layer {layer} has a key of shape {list(key)} and a value of shape {list(value)}: both must hold the "
                 "same number of tokens"
             )
-    kinds: tuple[Kind, ...] = ("key", "value")
-    named = itertools.product(kinds, present)
+    named = itertools.product(KINDS, present)
     return lay_out(
         (kind, layer, _dtype_name(dtype), shape) for (kind, layer), (dtype, shape) in zip(named, tensors, strict=True)
     )
@@ -186,11 +185,9 @@ def plan_payload(
         ConfigError: an empty request id, metadata that JSON cannot hold, key and value of different length, or a dtype
             or shape that a payload cannot hold.
     """
-    if isinstance(layers, LayerSources):
-        present, pairs = tuple(range(len(layers))), layers
-    else:
-        present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
-        pairs = LayerSources(pair for pair in layers if pair is not None)
+    present = tuple(layer for layer, pair in enumerate(layers) if pair is not None)
+    # Those of a cache stay what they are, with what is known of them.
+    pairs = layers if isinstance(layers, LayerSources) else LayerSources(pair for pair in layers if pair is not None)
     spans, data_nbytes = _laid_out(present, pairs.kinds)
     header = Header(
         request_id=request_id,
